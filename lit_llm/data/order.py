@@ -1,0 +1,141 @@
+"""The order of samples: a pure function of (seed, epoch, position), without a permutation in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+_ROUNDS = 8
+
+
+def round_keys(*parts: int | str) -> np.ndarray:
+    """(rounds,) uint64 keys out of anything that names a permutation, such as (seed, epoch)."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def permute(indices: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
+    """Where a keyed pseudo-random permutation of range(n) sends each index.
+
+    A Feistel network (Luby and Rackoff 1988) permutes a power of 4 that is at least n; an image outside range(n) is
+    sent through again until it falls inside (cycle walking; Black and Rogaway 2002), which keeps it a bijection.
+
+    Args:
+        indices: integers in [0, n), any shape.
+        n: number of samples, at most 2**62.
+        keys: from :func:`round_keys`.
+
+    Returns:
+        int64, the shape of ``indices``.
+    """
+    half_bits = max(1, -(-max(n - 1, 1).bit_length() // 2))
+    out = np.asarray(indices, dtype=np.uint64).copy()
+    flat = out.reshape(-1)
+    todo = np.arange(len(flat))
+    while len(todo):
+        flat[todo] = _feistel(flat[todo], half_bits, keys)
+        todo = todo[flat[todo] >= n]
+    return out.astype(np.int64)
+
+
+def _feistel(x: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
+    shift, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
+    left, right = x >> shift, x & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A 64-bit finaliser (multiply and fold) that spreads every input bit over the output; wraps on purpose."""
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return x ^ (x >> np.uint64(32))
+
+
+@dataclass(frozen=True)
+class TrainOrder:
+    """Which samples each micro-batch of each rank holds.
+
+    A global batch is ``global_batch_size`` consecutive places of the epoch's permutation. Micro-batch a of rank r takes
+    the places (a x ranks + r) x micro_batch_size onward of it, so that the global batch of a step is the same set of
+    samples whatever the number of ranks and the micro-batch size. The last global batch of an epoch holds what is left;
+    ranks without a sample in it get one place -1, a row without labels.
+
+    Args:
+        num_samples: in an epoch.
+        global_batch_size, micro_batch_size: samples.
+        seed: of the shuffling.
+        rank, num_replicas: of the data-parallel group.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int = 0
+    rank: int = 0
+    num_replicas: int = 1
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a full step."""
+        return self.global_batch_size // (self.micro_batch_size * self.num_replicas)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps that see every sample once."""
+        return -(-self.num_samples // self.global_batch_size)
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        """Micro-batches of a rank in an epoch, equal on all ranks."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full * self.accumulation + -(-rest // (self.micro_batch_size * self.num_replicas))
+
+    def global_batch(self, step: int) -> np.ndarray:
+        """The samples of optimizer step ``step`` (counted from the start of training), int64."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        start = position * self.global_batch_size
+        places = np.arange(start, min(start + self.global_batch_size, self.num_samples))
+        return permute(places, self.num_samples, round_keys("order", self.seed, epoch))
+
+    def micro_batches(self, step: int) -> Iterator[np.ndarray]:
+        """This rank's parts of a step."""
+        samples = self.global_batch(step)
+        per_round = self.micro_batch_size * self.num_replicas
+        for start in range(0, len(samples), per_round):
+            first = start + self.rank * self.micro_batch_size
+            part = samples[first : first + self.micro_batch_size]
+            yield part if len(part) else np.array([-1])
+
+    def epoch_from(self, step: int, endless: bool = False) -> Iterator[np.ndarray]:
+        """Micro-batches from optimizer step ``step`` to the end of its epoch, or on through the epochs after it."""
+        end = None if endless else (step // self.steps_per_epoch + 1) * self.steps_per_epoch
+        while end is None or step < end:
+            yield from self.micro_batches(step)
+            step += 1
+
+
+@dataclass(frozen=True)
+class EvalOrder:
+    """Every sample once, in order, dealt to the ranks in equal numbers of batches; places -1 fill the end."""
+
+    num_samples: int
+    micro_batch_size: int
+    rank: int = 0
+    num_replicas: int = 1
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // (self.micro_batch_size * self.num_replicas))
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for batch in range(len(self)):
+            first = (batch * self.num_replicas + self.rank) * self.micro_batch_size
+            part = np.arange(first, min(first + self.micro_batch_size, self.num_samples))
+            yield part if len(part) else np.array([-1])
+
+
+StepSource = Callable[[], int]

@@ -1,0 +1,301 @@
+"""``lit-llm prepare``: text in, a token store out.
+
+Documents are read in order, tokenized by worker processes in batches whose results are taken in order again, split by
+a hash of (seed, document number) and written. So the bytes of a store depend on the inputs, the tokenizer and the
+seed, not on the number of workers; memory holds a few batches and the longest document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import sys
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import copyfileobj
+from time import perf_counter
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lit_llm.data.encode import Encoded, default_workers, encode_all
+from lit_llm.data.progress import ProgressBar
+from lit_llm.data.sources import STDIN, Listing, SourceFile, list_files, read_documents
+from lit_llm.data.tokenizer import CONFIG_FILE, Tokenizer, train_tokenizer
+from lit_llm.data.writer import SHARD_BYTES, StoreWriter, new_folder
+from lit_llm.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+VOCAB_SIZE = 8192
+VAL_FRACTION = 0.02
+TRAIN_BYTES = 100_000_000  # a tokenizer learns from a sample of at most about so much text
+_PIECE = 1 << 18  # characters of a document that are taken into that sample, or not, together
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What ``prepare`` did. ``splits``: name -> {documents, tokens, bytes}; ``skipped``: reason -> how many."""
+
+    output: Path
+    splits: dict[str, dict[str, int]]
+    skipped: dict[str, int]
+    vocab_size: int
+    eos_token: str
+    trained: bool
+    workers: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    def total(self, what: str) -> int:
+        """Sum of ``documents``, ``tokens`` or ``bytes`` over the splits."""
+        return sum(split[what] for split in self.splits.values())
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False)
+        table.add_column("split")
+        for name in ("documents", "tokens", "MB of text", "bytes/token"):
+            table.add_column(name, justify="right")
+        for name, split in self.splits.items():
+            documents, tokens, size = (split[key] for key in ("documents", "tokens", "bytes"))
+            table.add_row(name, f"{documents:,}", f"{tokens:,}", f"{size / 1e6:,.2f}", f"{size / tokens:.2f}")
+        how = "trained here" if self.trained else "given"
+        lines = [f"tokenizer: {self.vocab_size:,} ids, EOS {self.eos_token!r}, {how}"]
+        if self.skipped:
+            lines.append("skipped: " + ", ".join(f"{count:,} {why}" for why, count in sorted(self.skipped.items())))
+        lines += [f"note: {note}" for note in self.notes]
+        speed = self.total("bytes") / 1e6 / max(self.seconds, 1e-9)
+        lines.append(f"wrote {self.output} in {self.seconds:.1f} s ({speed:.1f} MB/s, {self.workers} workers)")
+        return Group(table, *(Text(line) for line in lines))
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    *,
+    tokenizer: str | Path | Tokenizer | None = None,
+    vocab_size: int | None = None,
+    text_key: str = "text",
+    val_fraction: float = VAL_FRACTION,
+    workers: int | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> Summary:
+    """Tokenize ``inputs`` into a token store at ``output``.
+
+    Args:
+        inputs: what to read, see ``lit_llm.data.sources.iter_documents``.
+        output: the store's folder. It appears when it is complete; a store that lies there is replaced then.
+        tokenizer: a tokenizer.json, a folder that holds one, or a Tokenizer; None trains a byte-level BPE on the
+            inputs (on a sample of about 100 MB where they are larger).
+        vocab_size: ids of the trained tokenizer, 8192 by default.
+        text_key: key of the text in .jsonl lines.
+        val_fraction: share of the documents that goes to the split ``val``, by a hash of (seed, document number). The
+            default is 2%: with some hundred documents enough for a steady loss. With two documents or more neither
+            split is left empty; 0 makes no ``val``.
+        workers: processes that tokenize; default: a process per usable CPU, fewer for little text. The result does
+            not depend on it.
+        seed: of the split and of the tokenizer's sample.
+        progress: show a progress bar on stderr where that is a terminal.
+        shard_bytes: bound of a shard's size; only a longer document exceeds it.
+
+    Raises:
+        UserError: a wrong option, an input that cannot be read (with file and line), a tokenizer without EOS, an
+            output that cannot be written. Nothing is left at ``output`` then but what lay there before.
+    """
+    begin = perf_counter()
+    if not 0 <= val_fraction < 1:
+        raise UserError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
+    if workers is not None and workers < 1:
+        raise UserError(f"workers must be at least 1, not {workers}")
+    given = tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
+    if given is not None:
+        _check_given(given, vocab_size, tokenizer)
+    elif vocab_size is not None and vocab_size < 257:
+        raise UserError(f"vocab_size {vocab_size} is too small: 256 bytes and EOS need 257")
+    listing = list_files(inputs)
+    notes = []
+    with new_folder(Path(output)) as folder, ProgressBar(progress) as bar:
+        files = listing.files
+        if given is None:
+            files = _spool_stdin(listing, folder)
+            wanted = VOCAB_SIZE if vocab_size is None else vocab_size
+            given = train_tokenizer(bar.reading(_sample(files, text_key, seed), sum(f.size for f in files)), wanted)
+            if given.vocab_size < wanted:
+                notes.append(f"the text gives a vocabulary of {given.vocab_size} ids only, not {wanted}")
+            size: int | None = sum(file.size for file in files)
+        else:
+            size = listing.size
+        skipped = Counter(listing.skipped)
+        workers = default_workers(size) if workers is None else workers
+        writer = StoreWriter(folder, given, shard_bytes=shard_bytes)
+        try:
+            with closing(encode_all(read_documents(files, text_key, skipped), given, workers)) as batches:
+                _write(bar.encoding(batches, size), writer, val_fraction, seed)
+            for file in files:  # a spooled stdin
+                if file.path.parent == folder:
+                    file.path.unlink()
+            meta = writer.finish({"options": {"seed": seed, "val_fraction": val_fraction, "text_key": text_key}})
+        finally:
+            writer.close()
+    if val_fraction > 0 and "val" not in meta["splits"]:
+        notes.append("one document makes no validation split; give more documents, or validate on another store")
+    splits = {
+        name: {key: split[key] for key in ("documents", "tokens", "bytes")} for name, split in meta["splits"].items()
+    }
+    assert given.eos_token is not None
+    return Summary(
+        output=Path(output),
+        splits=splits,
+        skipped={why: count for why, count in skipped.items() if count},
+        vocab_size=given.vocab_size,
+        eos_token=given.eos_token,
+        trained=tokenizer is None,
+        workers=workers,
+        seconds=perf_counter() - begin,
+        notes=tuple(notes),
+    )
+
+
+def _check_given(tokenizer: Tokenizer, vocab_size: int | None, name: Any) -> None:
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"{name}: the tokenizer names no EOS token, which ends each document; put "
+            f'{{"eos_token": "..."}} into a {CONFIG_FILE} beside it'
+        )
+    if vocab_size is not None and vocab_size != tokenizer.vocab_size:
+        raise UserError(
+            f"vocab_size {vocab_size} contradicts the tokenizer's {tokenizer.vocab_size} ids; leave one of them out"
+        )
+
+
+def _spool_stdin(listing: Listing, folder: Path) -> list[SourceFile]:
+    """The files, stdin copied into ``folder``: what a tokenizer is trained on is read twice."""
+    files = []
+    for file in listing.files:
+        if str(file.path) == STDIN:
+            if sys.stdin is None:
+                raise UserError("stdin is closed: pipe text into it, or name files")
+            path = folder / "stdin.spool"
+            with open(path, "wb") as stream:
+                copyfileobj(sys.stdin.buffer, stream)
+            file = replace(file, path=path, size=path.stat().st_size)
+        files.append(file)
+    return files
+
+
+def _sample(files: list[SourceFile], text_key: str, seed: int) -> Iterator[str]:
+    """Pieces of the documents, about TRAIN_BYTES of them, chosen by a hash of (seed, document, piece)."""
+    share = TRAIN_BYTES / max(sum(file.size for file in files), 1)
+    for number, document in enumerate(read_documents(files, text_key, Counter())):
+        text = document.text
+        for start in range(0, len(text), _PIECE):
+            if share >= 1 or _draw("sample", seed, number, start) < share:
+                yield text[start : start + _PIECE]
+
+
+def _draw(*key: str | int) -> float:
+    """A uniform number in [0, 1) that is a pure function of ``key``."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def _write(results: Iterable[Encoded], writer: StoreWriter, val_fraction: float, seed: int) -> None:
+    """Split the documents and write them, in order."""
+    number = 0
+    last: Encoded | None = None
+
+    def append(batch: Encoded, final: bool) -> None:
+        nonlocal number
+        count = len(batch.lengths)
+        numbers = range(number, number + count)
+        val = np.fromiter((_draw("split", seed, n) < val_fraction for n in numbers), bool, count)
+        number += count
+        if final and val_fraction > 0 and number > 1:
+            # The last document, which is the only one still in hand, fills a split that got none.
+            if not writer.documents("val") and not val.any():
+                val[-1] = True
+            elif not writer.documents("train") and val.all():
+                val[-1] = False
+        elif final and val_fraction > 0:
+            val[-1] = False
+        _append_runs(writer, batch, val)
+
+    for batch in results:
+        if last is not None:
+            append(last, final=False)
+        last = batch
+    if last is not None:
+        append(last, final=True)
+
+
+def _append_runs(writer: StoreWriter, batch: Encoded, val: np.ndarray) -> None:
+    """Append a batch, cut where the split changes."""
+    ends = np.cumsum(batch.lengths)
+    borders = [0, *(np.flatnonzero(np.diff(val)) + 1).tolist(), len(val)]
+    for first, stop in zip(borders, borders[1:], strict=False):
+        ids = batch.ids[int(ends[first - 1]) if first else 0 : int(ends[stop - 1])]
+        split = "val" if val[first] else "train"
+        writer.append(split, ids, batch.lengths[first:stop], batch.text_bytes[first:stop])
+
+
+# ------------------------------------------------------------------- command line
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of ``lit-llm prepare``."""
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files, folders or quoted globs of .txt .md .py .jsonl, - for stdin (a document a line), or python-stdlib",
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="the store's folder; a store there is replaced")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json or a folder that holds one (default: train one)"
+    )
+    parser.add_argument(
+        "--vocab_size", type=int, metavar="N", help=f"ids of the trained tokenizer (default: {VOCAB_SIZE})"
+    )
+    parser.add_argument(
+        "--text_key", default="text", metavar="KEY", help="key of the text in .jsonl lines (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--val_fraction",
+        type=float,
+        default=VAL_FRACTION,
+        metavar="F",
+        help="share of the documents kept for validation, 0 for none (default: %(default)s)",
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenize (default: one per CPU)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the split (default: %(default)s)")
+
+
+def run(args: Namespace) -> int:
+    """Prepare what the options say and print a summary; 130 after Ctrl-C. UserError as in ``prepare``."""
+    from rich.console import Console
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)  # so that the half-made folder is removed on SIGTERM too
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        summary = prepare(**vars(args))
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    Console().print(summary)
+    return 0

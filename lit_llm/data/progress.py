@@ -1,0 +1,73 @@
+"""The progress bar of ``lit-llm prepare``, on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from time import monotonic
+from types import TracebackType
+
+from lit_llm.data.encode import Encoded
+
+_REFRESH_SECONDS = 0.1
+
+
+class ProgressBar:
+    """MB, MB/s, documents and time left while a stream passes through; silent where stderr is no terminal.
+
+    It is drawn by the calling thread: processes are forked while it runs.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as SpeedColumn
+
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            SpeedColumn(),
+            TextColumn("{task.fields[documents]:,} documents"),
+            TimeRemainingColumn(),
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not (enabled and console.is_terminal),
+        )
+        self._drawn = 0.0
+
+    def __enter__(self) -> ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def reading(self, texts: Iterable[str], size: int) -> Iterator[str]:
+        """Pass ``texts`` on, whose input has ``size`` bytes, to whatever trains a tokenizer on them."""
+        task = self._progress.add_task("reading", total=size, documents=0)
+        for documents, text in enumerate(texts, 1):
+            yield text
+            self._advance(task, len(text.encode()), documents)
+        # learning the merges comes now, in one go
+        self._progress.update(task, description="training the tokenizer", completed=size, refresh=True)
+
+    def encoding(self, batches: Iterable[Encoded], size: int | None) -> Iterator[Encoded]:
+        """Pass ``batches`` on; ``size``: bytes of input, None if unknown."""
+        task = self._progress.add_task("tokenizing", total=size, documents=0)
+        documents = 0
+        for batch in batches:
+            yield batch
+            documents += len(batch.lengths)
+            self._advance(task, batch.size, documents)
+        self._progress.update(task, total=self._progress.tasks[task].completed, refresh=True)
+
+    def _advance(self, task: int, size: int, documents: int) -> None:
+        now = monotonic()
+        due = now - self._drawn >= _REFRESH_SECONDS
+        self._drawn = now if due else self._drawn
+        self._progress.update(task, advance=size, documents=documents, refresh=due)  # type: ignore[arg-type]

@@ -1,0 +1,331 @@
+"""Decoding a Transformer: the verbs `prefill` and `decode_one_token`, the one loop over them, and `generate`."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lit_llm.errors import UserError
+from lit_llm.generation.config import GenerationConfig
+from lit_llm.generation.sampling import apply_repetition_penalty, prompt_key, sample, uniform
+from lit_llm.generation.text import TextStream, TextTokenizer
+from lit_llm.model import KVCache, ModelConfig, Transformer
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """One completion.
+
+    Args:
+        tokens: the new ids, with the EOS id or the token that completed a stop text as the last one.
+        logprobs: per token its log-probability under the model's own distribution: before penalty, temperature and
+            filters, ids of the padded vocabulary excluded.
+        finish_reason: ``eos``; ``stop``: a stop text occurred; ``length``: max_new_tokens or the context is used up.
+        text: ``tokenizer.decode`` of the tokens without the EOS id, cut before the stop text; None without tokenizer.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    text: str | None = None
+
+
+@torch.no_grad()
+def prefill(
+    model: Transformer, input_ids: Tensor, lengths: Sequence[int], cache: KVCache, chunk_size: int | None = None
+) -> Tensor:
+    """Feeds prompts, or their continuation, behind what the cache holds, and moves it on by ``lengths``.
+
+    Args:
+        input_ids: (rows, longest) ids; row b has ``lengths[b]`` real ones and any valid id behind them.
+        lengths: 1 to ``longest`` per row.
+        chunk_size: tokens of a row that one forward takes, which bounds the memory of activations; None: all. The
+            result is the same.
+
+    Returns:
+        (rows, vocab_size) logits behind the last real token of each row.
+
+    Raises:
+        UserError: lengths that do not fit, or more tokens than the cache has room for.
+    """
+    rows, longest = input_ids.shape
+    if len(lengths) != rows or not all(1 <= length <= longest for length in lengths):
+        raise UserError(f"lengths {list(lengths)[:8]} do not fit input_ids of {rows} rows of {longest} tokens")
+    cache.check_room(longest)
+    logits: Tensor | None = None
+    for start in range(0, longest, chunk_size or longest):
+        chunk = input_ids[:, start : start + (chunk_size or longest)]
+        real = [min(max(length - start, 0), chunk.shape[1]) for length in lengths]
+        last = torch.tensor([max(n - 1, 0) for n in real], device=input_ids.device)
+        here = model(chunk, cache=cache, logits_at=last)
+        cache.advance(real)
+        live = torch.tensor([n > 0 for n in real], device=input_ids.device)
+        logits = here if logits is None else torch.where(live[:, None], here, logits)
+    assert logits is not None
+    return logits
+
+
+@torch.no_grad()
+def decode_one_token(model: Transformer, tokens: Tensor, cache: KVCache) -> Tensor:
+    """Feeds one token a row, (rows,) ids, behind what the cache holds, and moves it on by one.
+
+    Returns:
+        (rows, vocab_size) logits of the token after it. Nothing of the past is computed again.
+
+    Raises:
+        UserError: the longest row has no room left.
+    """
+    logits = model(tokens[:, None], cache=cache)[:, 0]
+    cache.advance(1)
+    return logits
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int] | Tensor] | Tensor,
+    generation_config: GenerationConfig | None = None,
+    *,
+    tokenizer: TextTokenizer | None = None,
+    sample_number: int | Sequence[int] = 0,
+    batch_size: int | None = None,
+    chunk_size: int | None = None,
+) -> list[GenerationResult]:
+    """Completes prompts. What a prompt gets does not depend on the other prompts, their order or the batch size.
+
+    A draw depends on (seed, prompt ids, sample number, position) alone, so two equal prompts get equal completions;
+    give them different sample numbers for different ones. The model's training mode is left as found, and compiled
+    blocks run eagerly, since every length would be compiled anew.
+
+    Args:
+        prompts: lists of ids, or tensors (seq,), of any lengths. An empty prompt starts from the model's BOS id.
+        generation_config: None: the defaults, which are greedy.
+        tokenizer: for ``text`` in the results, and for stop texts.
+        sample_number: which sample of a prompt's completions to draw, one for all or one per prompt.
+        batch_size: prompts decoded together; None: all.
+        chunk_size: see :func:`prefill`.
+
+    Returns:
+        One result per prompt, in their order. A prompt near the end of the context gets fewer new tokens than
+        max_new_tokens, with the reason ``length``.
+
+    Raises:
+        UserError: a prompt that leaves no room for one new token or holds an id outside the vocabulary; an empty one
+            without a BOS id; stop texts without a tokenizer; logits that are NaN.
+    """
+    config = generation_config or GenerationConfig()
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"batch_size must be at least 1 or None for all prompts, got {batch_size}")
+    numbers = [sample_number] * len(prompts) if isinstance(sample_number, int) else list(sample_number)
+    if len(numbers) != len(prompts):
+        raise UserError(
+            f"{len(numbers)} sample numbers for {len(prompts)} prompts; give one per prompt, or a single one"
+        )
+    rows = [
+        Row(model.config, prompt, config, tokenizer, number, f"prompt {i}")
+        for i, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
+    ]
+    by_length = sorted(rows, key=lambda row: len(row.prompt))  # rows of about one length share a batch
+    size = batch_size or len(rows)
+    with decoding_mode(model):
+        for start in range(0, len(rows), size or 1):
+            loop = DecodingLoop(model, by_length[start : start + size], config, chunk_size)
+            while loop.step():
+                pass
+    return [row.result() for row in rows]
+
+
+class Row:
+    """One prompt and its completion so far."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        prompt: Sequence[int] | Tensor,
+        config: GenerationConfig,
+        tokenizer: TextTokenizer | None,
+        sample_number: int,
+        name: str,
+    ) -> None:
+        if config.stop and tokenizer is None:
+            raise UserError("generation.stop needs a tokenizer; give tokenizer= as well")
+        self.prompt = _prompt_ids(prompt, model_config, name)
+        self.room = min(config.max_new_tokens, model_config.max_position_embeddings - len(self.prompt))
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        self.piece = ""  # the text that the last token settled
+        self._eos = _eos_ids(config, model_config)
+        self._text = TextStream(tokenizer, config.stop or ()) if tokenizer is not None else None
+        self._key = prompt_key(config.seed, self.prompt, sample_number)
+
+    def uniform(self) -> float:
+        """The random number for the next token."""
+        return uniform(self._key, len(self.prompt) + len(self.tokens))
+
+    def take(self, token: int, logprob: float) -> None:
+        """Adds a token and decides whether it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        is_eos = token in self._eos
+        self.piece = self._text.push(token) if self._text is not None and not is_eos else ""
+        if is_eos:
+            self.finish_reason = "eos"
+        elif self._text is not None and self._text.stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.room:
+            self.finish_reason = "length"
+        if self._text is not None and self.finish_reason is not None:
+            self.piece += self._text.finish()
+
+    def result(self) -> GenerationResult:
+        """The completion, once it is finished."""
+        assert self.finish_reason is not None
+        text = self._text.text if self._text is not None else None
+        return GenerationResult(self.tokens, self.logprobs, self.finish_reason, text)
+
+
+class DecodingLoop:
+    """The loop under `generate` and `stream`: a batch of rows, one token each a step. Steps run in `decoding_mode`."""
+
+    def __init__(
+        self, model: Transformer, rows: Sequence[Row], config: GenerationConfig, chunk_size: int | None = None
+    ) -> None:
+        self._model = model
+        self._rows = list(rows)
+        self._config = config
+        self._chunk_size = chunk_size
+        self._vocab_size = model.config.generated_vocab_size
+        self._tokens: Tensor | None = None  # the last ones, (rows,)
+        self._cache: KVCache | None = None
+        self._seen: Tensor | None = None  # (rows, vocab) ids of prompt and completion, for the penalty
+
+    def step(self) -> bool:
+        """Adds one token to each unfinished row; whether any is left unfinished."""
+        # Ids that only pad the vocabulary cannot be generated: they are cut off at once.
+        raw = self._next_logits()[:, : self._vocab_size].float()
+        logits = raw
+        if self._seen is not None:
+            logits = apply_repetition_penalty(raw, self._seen, self._config.repetition_penalty)
+        uniforms = None
+        if not self._config.greedy:
+            uniforms = torch.tensor([row.uniform() for row in self._rows], dtype=torch.float64, device=raw.device)
+        self._tokens = sample(logits, self._config, uniforms)
+        if self._seen is not None:
+            self._seen.scatter_(1, self._tokens[:, None], True)
+        logprobs = raw.gather(1, self._tokens[:, None])[:, 0] - raw.logsumexp(-1)
+        for row, token, logprob in zip(self._rows, self._tokens.tolist(), logprobs.tolist(), strict=True):
+            if row.finish_reason is None:
+                if logprob != logprob:
+                    raise UserError(
+                        f"the model's logits are NaN after {len(row.tokens)} new tokens; its weights are damaged or "
+                        "the precision is too narrow for it"
+                    )
+                row.take(token, logprob)
+        return self._drop_finished()
+
+    def _next_logits(self) -> Tensor:
+        if self._cache is not None and self._tokens is not None:
+            return decode_one_token(self._model, self._tokens, self._cache)
+        lengths = [len(row.prompt) for row in self._rows]
+        device, longest = self._model.device, max(lengths)
+        input_ids = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in self._rows], device=device)
+        capacity = max(len(row.prompt) + row.room for row in self._rows)
+        self._cache = self._model.new_cache(len(lengths), capacity, _compute_dtype(self._model))
+        if self._config.repetition_penalty != 1:
+            seen = torch.zeros(len(lengths), self._model.config.vocab_size, dtype=torch.bool, device=device)
+            # The padding repeats the row's first id, which it has seen anyway.
+            padded = [row.prompt + row.prompt[:1] * (longest - len(row.prompt)) for row in self._rows]
+            self._seen = seen.scatter_(1, torch.tensor(padded, device=device), True)[:, : self._vocab_size]
+        return prefill(self._model, input_ids, lengths, self._cache, self._chunk_size)
+
+    def _drop_finished(self) -> bool:
+        """Takes finished rows out once they are half of the batch, or its longest: all that run on then have room."""
+        assert self._cache is not None
+        assert self._tokens is not None
+        left = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
+        if not left or len(left) == len(self._rows):
+            return bool(left)
+        lengths = self._cache.lengths
+        if 2 * len(left) <= len(lengths) or max(lengths[i] for i in left) < max(lengths):
+            self._rows = [self._rows[i] for i in left]
+            index = torch.tensor(left, device=self._tokens.device)
+            self._tokens = self._tokens[index]
+            self._cache.select(left)
+            if self._seen is not None:
+                self._seen = self._seen[index]
+        return True
+
+
+@contextmanager
+def decoding_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout, no gradients, no compilation inside; everything as it was afterwards.
+
+    Not inference mode: sharded parameters do not support it.
+    """
+    training = [module for module in model.modules() if module.training]
+    # Nothing can be compiled before torch._dynamo is imported, and the import takes a second.
+    may_be_compiled = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _compute_dtype(model: Transformer) -> torch.dtype:
+    """The dtype that keys and values come in."""
+    device = model.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return model.embed_tokens.weight.dtype
+
+
+def _eos_ids(config: GenerationConfig, model_config: ModelConfig) -> frozenset[int]:
+    given = config.eos_token_id
+    ids = model_config.eos_token_id if given is None else given
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    outside = [i for i in ids if not 0 <= i < model_config.vocab_size]
+    if given is not None and outside:
+        raise UserError(
+            f"generation.eos_token_id {outside[0]} is outside the vocabulary of {model_config.vocab_size} ids; "
+            "give ids of the model's tokenizer, or [] for none"
+        )
+    return frozenset(ids)
+
+
+def _prompt_ids(prompt: Any, config: ModelConfig, name: str) -> list[int]:
+    try:
+        values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        ids = [operator.index(i) for i in values]
+    except TypeError:
+        shown = repr(prompt)
+        shown = shown if len(shown) < 40 else shown[:40] + "..."
+        raise UserError(f"{name} must be a list of token ids, got {shown}; encode a text with the tokenizer") from None
+    if not ids:
+        if config.bos_token_id is None:
+            raise UserError(f"{name} is empty and the model has no BOS id to start from; give at least one token")
+        ids = [config.bos_token_id]
+    outside = [i for i in ids if not 0 <= i < config.vocab_size]
+    if outside:
+        raise UserError(
+            f"{name}: token id {outside[0]} is outside the vocabulary of {config.vocab_size} ids; it was encoded with "
+            "another tokenizer than the model's"
+        )
+    if len(ids) >= config.max_position_embeddings:
+        raise UserError(
+            f"{name} has {len(ids)} tokens, which leaves no room for a new one in the model's context of "
+            f"{config.max_position_embeddings} (max_position_embeddings); shorten it"
+        )
+    return ids

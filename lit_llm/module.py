@@ -1,0 +1,487 @@
+"""LitLLM: the LightningModule that ties model, loss, optimizer, data and generation together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torchmetrics.aggregation import SumMetric
+
+from lit_llm.data.tokenizer import Tokenizer
+from lit_llm.errors import UserError
+from lit_llm.generation import GenerationConfig, generate
+from lit_llm.model import ModelConfig, Transformer
+from lit_llm.model.config import preset_fields
+from lit_llm.ops.attention import document_lengths
+from lit_llm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_scheduler
+
+CHECKPOINT_FORMAT = 1
+_Config = TypeVar("_Config", OptimizerConfig, ScheduleConfig, GenerationConfig)
+
+
+class LitLLM(L.LightningModule):
+    """A language model under Lightning.
+
+    An interface for subclasses: ``loss``, ``training_step``, ``configure_optimizers`` and ``configure_model`` can each
+    be overridden alone. A ``training_step`` that returns a plain scalar gets Lightning's own semantics (the mean over
+    micro-batches and ranks); the one here gives the exact mean over the label tokens of the global batch.
+
+    Args:
+        config: a preset's name, a mapping of ModelConfig fields, or a ModelConfig.
+        vocab_size: ids of the data's tokenizer, on the command line linked from ``data``. It fills a preset or a
+            mapping that names no vocabulary; a larger vocabulary in the mapping counts as padding.
+        seq_len: tokens in a row of the data, linked likewise; fills ``max_position_embeddings`` of a mapping without
+            it.
+        optimizer: optimizer and its numbers.
+        schedule: learning rate over the optimizer steps.
+        generation: how predict decodes.
+        compile: torch.compile of each block, in place.
+        attention_backend: of :func:`lit_llm.ops.attention`.
+        seed: of the initial weights; None: Lightning's global seed, or 0.
+
+    Raises:
+        UserError: a configuration that does not fit together or contradicts the data.
+    """
+
+    def __init__(
+        self,
+        config: str | dict[str, Any] | ModelConfig = "3m",
+        vocab_size: int | None = None,
+        seq_len: int | None = None,
+        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 (frozen)
+        schedule: ScheduleConfig = ScheduleConfig(),  # noqa: B008
+        generation: GenerationConfig = GenerationConfig(),  # noqa: B008
+        compile: bool = False,
+        attention_backend: str = "auto",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.optimizer_config = _as(OptimizerConfig, optimizer)
+        self.schedule_config = _as(ScheduleConfig, schedule)
+        self.generation_config = _as(GenerationConfig, generation)
+        self.compile_blocks, self.attention_backend = compile, attention_backend
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self.config_source = config
+        self.vocab_size, self.seq_len = vocab_size, seq_len
+        self.tokenizer: Tokenizer | None = None
+        self.model: Transformer | nn.Module | None = None
+        self._window = _Window()
+        self._labels_checked = False
+        self._validated = nn.ModuleDict({name: SumMetric() for name in ("loss", "tokens", "bytes")})
+        self._save_hparams()
+
+    # The model
+
+    def resolve_config(self) -> ModelConfig:
+        """The model's configuration, with what the data knows filled in.
+
+        Raises:
+            UserError: a vocabulary or context that contradicts the data, or no vocabulary at all.
+        """
+        source = self.config_source
+        if isinstance(source, str):
+            fields = preset_fields(source)
+            if self.vocab_size is not None:
+                fields["vocab_size"] = self.vocab_size
+            fields["max_position_embeddings"] = max(fields["max_position_embeddings"], self.seq_len or 0)
+        else:
+            fields = source.to_dict() if isinstance(source, ModelConfig) else dict(source)
+        filled: dict[str, Any] = {}
+        if self.vocab_size is not None:
+            filled["vocab_size"] = self.vocab_size
+        if self.seq_len is not None:
+            filled["max_position_embeddings"] = self.seq_len
+        config = ModelConfig.from_dict(fields, **filled)
+        if self.vocab_size is not None and self.vocab_size > config.vocab_size:
+            raise UserError(
+                f"model.config.vocab_size {config.vocab_size} is smaller than the data's {self.vocab_size} ids; raise "
+                "it or leave it out, it is taken from data.store"
+            )
+        if self.vocab_size is not None and self.vocab_size < config.vocab_size and config.unpadded_vocab_size is None:
+            config = dataclasses.replace(config, unpadded_vocab_size=self.vocab_size)
+        if self.seq_len is not None and self.seq_len > config.max_position_embeddings:
+            raise UserError(
+                f"data.seq_len {self.seq_len} is longer than model.config.max_position_embeddings "
+                f"{config.max_position_embeddings}; shorten the rows or raise the model's context"
+            )
+        if self.tokenizer is not None and config.eos_token_id is None:
+            ids = {"eos_token_id": self.tokenizer.eos_token_id, "bos_token_id": self.tokenizer.bos_token_id}
+            config = dataclasses.replace(config, **ids)
+        return config
+
+    def configure_model(self) -> None:
+        """Builds ``self.model``, once; the weights are a function of (seed, parameter name) alone."""
+        if self.model is not None:
+            return
+        self.model = Transformer(self.resolve_config(), seed=self.seed, attention_backend=self.attention_backend)
+        if self.compile_blocks:
+            self.model.compile_blocks()
+        self._save_hparams()
+
+    @property
+    def transformer(self) -> Transformer:
+        """``self.model`` as the Transformer it is by default."""
+        if not isinstance(self.model, Transformer):
+            raise UserError("the model is not built yet; call configure_model() or run a Trainer first")
+        return self.model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`Transformer.forward`."""
+        if self.model is None:
+            raise UserError("the model is not built yet; call configure_model() or run a Trainer first")
+        return self.model(*args, **kwargs)
+
+    def loss(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Summed loss over the batch's label tokens (float32), and their number; both scalars.
+
+        Args:
+            batch: ``input_ids`` and ``labels`` (batch, seq); ``document_ids`` and ``position_ids`` (batch, seq) if any.
+        """
+        names = ("position_ids", "document_ids", "labels", "cu_seqlens", "max_seqlen")
+        return self(batch["input_ids"], **{name: batch[name] for name in names if name in batch})
+
+    # Training
+
+    def setup(self, stage: str) -> None:
+        """Takes the data's tokenizer, vocabulary and row length, and refuses a precision that trains to NaN."""
+        precision = str(self.trainer.precision)
+        if precision == "16-true" and stage == "fit":
+            raise UserError(
+                "trainer.precision 16-true keeps float16 weights and trains to NaN; use bf16-true or 16-mixed"
+            )
+        data = getattr(self.trainer, "datamodule", None)
+        if self.tokenizer is None:
+            self.tokenizer = getattr(data, "tokenizer", None)
+        if self.model is None:
+            self.vocab_size = self.vocab_size or getattr(data, "vocab_size", None)
+            if stage != "predict" and self.vocab_size is not None:
+                self.seq_len = self.seq_len or getattr(data, "seq_len", None)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Turns document ids into cumulative lengths while they are on the host, where reading them costs no wait."""
+        if isinstance(batch, dict) and "document_ids" in batch and batch["document_ids"].device.type == "cpu":
+            cu_seqlens, max_seqlen = document_lengths(batch["document_ids"])
+            batch = {**batch, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        return batch
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """A micro-batch's part of the global batch's mean loss.
+
+        The number of label tokens of the global batch is known only once its last micro-batch is there, so the sum is
+        divided by a constant here and the gradient is put right before the step (:meth:`configure_gradient_clipping`).
+        """
+        if not self._labels_checked:
+            _refuse_unshifted(batch)
+            self._labels_checked = True
+        loss_sum, count = self.loss(batch)
+        if self._window.scale is None:  # equal on all ranks, as their gradients are averaged
+            self._window.scale = int(self.trainer.strategy.broadcast(batch["labels"].numel()))
+        self._window.add(loss_sum.detach(), count)
+        return loss_sum / self._window.scale
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Makes the gradient that of the mean over the global batch's label tokens, clips it, and logs the step.
+
+        Gradients arrive unscaled by the precision plugin, averaged over ranks and micro-batches. One reduction of two
+        numbers and one pass over the gradients; no value is read on the host unless this step is logged.
+        """
+        if self._window.count is None:  # an overridden training_step: Lightning's own semantics
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        trainer = self.trainer
+        loss_sum, count = self._window.totals(trainer.strategy)
+        scale = self._window.scale
+        assert scale is not None
+        factor = scale * trainer.accumulate_grad_batches * _replicas(trainer) / count.clamp(min=1)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        logged = trainer._logger_connector.should_update_logs
+        by_norm = bool(gradient_clip_val) and str(gradient_clip_algorithm or "norm").endswith("norm")
+        norm = None
+        if by_norm or logged:
+            norm = nn.utils.get_total_norm(gradients) * factor
+        coefficient = factor
+        if by_norm and norm is not None:
+            assert gradient_clip_val is not None
+            coefficient = factor * (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype) if gradients else coefficient)
+        if gradient_clip_val and not by_norm:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        if logged and norm is not None:
+            self._log_step(optimizer, loss_sum / count.clamp(min=1), norm)
+
+    def _log_step(self, optimizer: torch.optim.Optimizer, loss: Tensor, norm: Tensor) -> None:
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/grad_norm", norm)
+        self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
+        tokens = self._window.trained_tokens
+        self.log("train/tokens", float(tokens))
+        rate = self._window.rate()
+        if rate is not None:
+            self.log("train/tokens_per_second", rate, prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW over two parameter groups, and the schedule in optimizer steps."""
+        optimizer = build_optimizer(self, self.optimizer_config)
+        total = self.schedule_config.total_steps or self.total_steps()
+        scheduler = build_scheduler(optimizer, self.schedule_config, total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the run, by the Trainer's max_steps and max_epochs; None when neither bounds it."""
+        trainer = self.trainer
+        limits = [trainer.max_steps] if trainer.max_steps != -1 else []
+        if trainer.max_epochs not in (None, -1):
+            per_epoch = getattr(getattr(trainer, "datamodule", None), "steps_per_epoch", None)
+            if per_epoch is None:
+                steps = trainer.estimated_stepping_batches
+                return int(steps) if steps != float("inf") else None
+            if isinstance(trainer.limit_train_batches, int):
+                per_epoch = min(per_epoch, -(-trainer.limit_train_batches // trainer.accumulate_grad_batches))
+            elif trainer.limit_train_batches != 1.0:
+                per_epoch = max(1, int(per_epoch * trainer.limit_train_batches))
+            limits.append(per_epoch * trainer.max_epochs)
+        return min(limits) if limits else None
+
+    def on_fit_start(self) -> None:
+        """Says what is trained."""
+        parameters = sum(p.numel() for p in self.parameters())
+        total = self.schedule_config.total_steps or self.total_steps()
+        rank_zero_info(
+            f"model: {parameters:,} parameters; schedule: {self.schedule_config.name} over "
+            f"{'no fixed number of' if total is None else f'{total:,}'} steps"
+        )
+
+    def on_train_start(self) -> None:
+        """Starts the clock of tokens per second."""
+        self._window.start_clock()
+
+    # Evaluation
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Adds a batch to the token-weighted mean."""
+        self._add_evaluated(batch)
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Adds a batch to the token-weighted mean."""
+        self._add_evaluated(batch)
+
+    def on_validation_start(self) -> None:
+        """Stops the clock of tokens per second."""
+        self._window.pause_clock()
+
+    def on_validation_end(self) -> None:
+        """Starts it again."""
+        self._window.resume_clock()
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs val/loss, val/perplexity and val/bits_per_byte over all ranks."""
+        values = self._evaluated("val")
+        if self.trainer.sanity_checking:
+            # The loss before training, so that curves begin at step 0; Lightning drops what a sanity check logs.
+            for logger in self.trainer.loggers:
+                logger.log_metrics(values, step=0)
+        else:
+            self.log_dict(values, sync_dist=True, prog_bar=True)
+
+    def on_test_epoch_end(self) -> None:
+        """Logs test/loss, test/perplexity and test/bits_per_byte over all ranks."""
+        self.log_dict(self._evaluated("test"), sync_dist=True)
+
+    def _add_evaluated(self, batch: dict[str, Any]) -> None:
+        loss_sum, count = self.loss(batch)
+        self._validated["loss"].update(loss_sum.double() if loss_sum.device.type != "mps" else loss_sum)
+        self._validated["tokens"].update(count)
+        self._validated["bytes"].update(batch["num_bytes"].sum() if "num_bytes" in batch else float("nan"))
+
+    def _evaluated(self, stage: str) -> dict[str, float]:
+        sums = {name: float(metric.compute()) for name, metric in self._validated.items()}
+        for metric in self._validated.values():
+            metric.reset()
+        if sums["tokens"] == 0:
+            raise UserError(
+                f"{stage}: no label tokens were evaluated; the split is too short or all labels are ignored"
+            )
+        loss = torch.tensor(sums["loss"] / sums["tokens"], dtype=torch.float64)
+        values = {f"{stage}/loss": float(loss), f"{stage}/perplexity": float(loss.exp())}
+        if sums["bytes"] > 0:
+            values[f"{stage}/bits_per_byte"] = sums["loss"] / float(torch.tensor(2.0).double().log()) / sums["bytes"]
+        return values
+
+    # Generation
+
+    def predict_step(self, batch: dict[str, list[Any]], batch_idx: int) -> list[dict[str, Any]]:
+        """Completes a batch of prompts.
+
+        Args:
+            batch: ``index`` and ``prompt``, lists; a prompt is a text or a list of chat messages.
+
+        Returns:
+            One record per prompt: index, prompt, completion, tokens, finish_reason, logprobs.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise UserError("predict needs a tokenizer: none is in the checkpoint; give data.store")
+        prompts = [tokenizer.encode(p) if isinstance(p, str) else tokenizer.encode_chat(p) for p in batch["prompt"]]
+        results = generate(self.transformer, prompts, self.generation_config, tokenizer=tokenizer)
+        return [
+            {
+                "index": index,
+                "prompt": prompt,
+                "completion": result.text,
+                "tokens": result.tokens,
+                "finish_reason": result.finish_reason,
+                "logprobs": result.logprobs,
+            }
+            for index, prompt, result in zip(batch["index"], batch["prompt"], results, strict=True)
+        ]
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what generation needs, as plain types."""
+        config = self.model.config.to_dict() if isinstance(self.model, Transformer) else None
+        checkpoint["lit_llm"] = {
+            "format": CHECKPOINT_FORMAT,
+            "config": config,
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.to_files(),
+            "trained_tokens": int(self._window.trained_tokens),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the checkpoint's tokenizer, builds the model if needed, and names what does not fit it."""
+        saved = checkpoint.get("lit_llm")
+        if saved is None:
+            return
+        if saved["format"] > CHECKPOINT_FORMAT:
+            raise UserError(
+                f"the checkpoint has format {saved['format']}, this lit-llm reads up to {CHECKPOINT_FORMAT}"
+            )
+        if saved["tokenizer"] is not None:
+            self.tokenizer = Tokenizer.from_files(saved["tokenizer"])
+        if self.model is None:
+            self.configure_model()
+        self._window.trained_tokens = torch.tensor(saved["trained_tokens"], dtype=torch.int64)
+        if saved["config"] is not None and isinstance(self.model, Transformer):
+            _refuse_other_shape(saved["config"], self.model)
+
+    def _save_hparams(self) -> None:
+        """What ``load_from_checkpoint`` passes to ``__init__``, as plain types."""
+        source = self.model.config if isinstance(self.model, Transformer) else self.config_source
+        self.save_hyperparameters(
+            {
+                "config": source.to_dict() if isinstance(source, ModelConfig) else source,
+                "vocab_size": self.vocab_size,
+                "seq_len": self.seq_len,
+                "optimizer": _plain(self.optimizer_config),
+                "schedule": _plain(self.schedule_config),
+                "generation": _plain(self.generation_config),
+                "compile": self.compile_blocks,
+                "attention_backend": self.attention_backend,
+                "seed": self.seed,
+            },
+            logger=False,
+        )
+
+
+class _Window:
+    """What has gathered since the last optimizer step, and the clock of tokens per second."""
+
+    def __init__(self) -> None:
+        self.scale: int | None = None
+        self.loss_sum: Tensor | None = None
+        self.count: Tensor | None = None
+        self.trained_tokens: Tensor = torch.zeros((), dtype=torch.int64)
+        self._clock: float | None = None
+        self._paused_at: float | None = None
+        self._tokens_at_clock = 0
+
+    def add(self, loss_sum: Tensor, count: Tensor) -> None:
+        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
+        self.count = count if self.count is None else self.count + count
+
+    def totals(self, strategy: Any) -> tuple[Tensor, Tensor]:
+        """Loss sum and label tokens of the global batch, over all ranks; the window begins anew."""
+        assert self.loss_sum is not None
+        assert self.count is not None
+        both = torch.stack([self.loss_sum.double(), self.count.double()])
+        both = strategy.reduce(both, reduce_op="sum")
+        self.loss_sum = self.count = None
+        self.trained_tokens = self.trained_tokens.to(both.device) + both[1].to(torch.int64)
+        return both[0].float(), both[1].float()
+
+    def start_clock(self) -> None:
+        self._clock, self._paused_at = time.monotonic(), None
+        self._tokens_at_clock = int(self.trained_tokens)
+
+    def pause_clock(self) -> None:
+        self._paused_at = time.monotonic()
+
+    def resume_clock(self) -> None:
+        if self._clock is not None and self._paused_at is not None:
+            self._clock += time.monotonic() - self._paused_at
+        self._paused_at = None
+
+    def rate(self) -> float | None:
+        """Trained tokens a second since the last call, over all ranks; validation not counted."""
+        if self._clock is None:
+            self.start_clock()
+            return None
+        tokens, now = int(self.trained_tokens), time.monotonic()
+        rate = (tokens - self._tokens_at_clock) / max(now - self._clock, 1e-9)
+        self._clock, self._tokens_at_clock = now, tokens
+        return rate
+
+
+def _replicas(trainer: Any) -> int:
+    """Ranks over which gradients are averaged."""
+    kwargs = trainer.distributed_sampler_kwargs
+    return int(kwargs["num_replicas"]) if kwargs else 1
+
+
+def _refuse_unshifted(batch: Mapping[str, Any]) -> None:
+    """Labels that equal their inputs would teach the model to copy; read on the host, once a run."""
+    labels, input_ids = batch["labels"], batch["input_ids"]
+    used = labels != -100
+    if int(used.sum()) > 1 and bool((labels == input_ids)[used].all()):
+        raise UserError(
+            "the first batch's labels equal its input_ids (the Hugging Face habit); here labels[t] is the token after "
+            "input_ids[t]: shift them in the data"
+        )
+
+
+def _refuse_other_shape(saved: Mapping[str, Any], model: Transformer) -> None:
+    present = model.config.to_dict()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = (
+        *sizes,
+        "num_key_value_heads",
+        "head_dim",
+        "tie_word_embeddings",
+        "attention_bias",
+        "use_qk_norm",
+        "norm_type",
+    )
+    different = [f"{n} {saved[n]} there, {present[n]} here" for n in sizes if n in saved and saved[n] != present[n]]
+    if different:
+        raise UserError(f"the checkpoint is of another model: {'; '.join(different)}; give its model.config")
+
+
+def _as(kind: type[_Config], value: Any) -> _Config:
+    return kind(**value) if isinstance(value, Mapping) else value
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    fields = dataclasses.asdict(config)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}

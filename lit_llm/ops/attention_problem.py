@@ -1,0 +1,63 @@
+"""What one call of attention asks for, as the back ends get it: checked, and in one form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Problem(NamedTuple):
+    """The options of one call; see `lit_llm.ops.attention` for their meaning."""
+
+    scale: float
+    causal: bool = True
+    window: int | None = None  # None also when every key is inside it
+    softcap: float | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0  # only with cu_seqlens
+    key_lengths: Tensor | None = None
+    dropout: float = 0.0
+
+
+class Needs(NamedTuple):
+    """All that a choice of back end depends on. It is hashable and holds no tensor: a choice is made once per kind."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    grouped: bool = False
+    own_scale: bool = False
+    window: bool = False
+    softcap: bool = False
+    documents: bool = False
+    key_lengths: bool = False
+    dropout: bool = False
+    training: bool = False
+
+
+def needs_of(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Needs:
+    """What this call needs."""
+    return Needs(
+        device=q.device,
+        dtype=q.dtype,
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        grouped=q.shape[-2] != k.shape[-2],
+        own_scale=problem.scale != q.shape[-1] ** -0.5,
+        window=problem.window is not None,
+        softcap=problem.softcap is not None,
+        documents=problem.cu_seqlens is not None,
+        key_lengths=problem.key_lengths is not None,
+        dropout=problem.dropout > 0,
+        training=wants_gradients(q, k, v),
+    )
+
+
+def wants_gradients(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this call is part of a backward pass."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

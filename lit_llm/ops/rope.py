@@ -1,0 +1,91 @@
+"""Rotary position embedding (Su et al. 2021, RoFormer, section 3.2) with float32 tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_llm.errors import UserError
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def rope_inverse_frequencies(rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None = None) -> Tensor:
+    """The angle per position of each rotated pair.
+
+    Args:
+        rotary_dim: number of rotated dimensions of a head, even.
+        theta: base of the geometric series.
+        scaling: None, or a mapping as in Hugging Face's ``rope_scaling``: ``rope_type`` is ``default``, ``linear``
+            (``factor``; Chen et al. 2023) or ``llama3`` (``factor``, ``low_freq_factor``, ``high_freq_factor``,
+            ``original_max_position_embeddings``; the Llama 3.1 release).
+
+    Returns:
+        (rotary_dim / 2,) float64 on the CPU, radians per position.
+
+    Raises:
+        UserError: unknown ``rope_type``, or a missing field of it.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim
+    inv_freq = 1.0 / theta**exponents
+    if not scaling:
+        return inv_freq
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return inv_freq
+    if kind == "linear":
+        return inv_freq / _field(scaling, "factor", kind)
+    if kind == "llama3":
+        factor = _field(scaling, "factor", kind)
+        low = _field(scaling, "low_freq_factor", kind)
+        high = _field(scaling, "high_freq_factor", kind)
+        original = _field(scaling, "original_max_position_embeddings", kind)
+        # Turns that a pair makes within the original context: many turns stay as they are, few are slowed down by
+        # `factor`, and between the two thresholds the change is blended in linearly.
+        turns = original * inv_freq / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return keep * inv_freq + (1 - keep) * inv_freq / factor
+    raise UserError(f"rope_scaling: unknown rope_type {kind!r}; known are {', '.join(ROPE_TYPES)}")
+
+
+def _field(scaling: Mapping[str, Any], name: str, kind: str) -> float:
+    value = scaling.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise UserError(f"rope_scaling: rope_type {kind!r} needs a positive number for {name!r}, got {value!r}")
+    return float(value)
+
+
+def rope_tables(position_ids: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every angle.
+
+    Args:
+        position_ids: (batch or 1, seq) integers.
+        inv_freq: (rotary_dim / 2,) float32 on the same device.
+
+    Returns:
+        Two float32 tensors (batch or 1, seq, 1, rotary_dim / 2), whatever the default dtype or autocast.
+    """
+    angles = position_ids.to(torch.float32)[..., None, None] * inv_freq
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first ``2 * cos.shape[-1]`` dimensions of each head, in pairs (i, i + half) as Hugging Face's Llama.
+
+    Args:
+        x: (batch, seq, heads, head_dim).
+        cos, sin: (batch or 1, seq, 1, rotary_dim / 2) float32, from :func:`rope_tables`.
+
+    Returns:
+        The shape and dtype of ``x``; computed in float32.
+    """
+    half = cos.shape[-1]
+    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    parts = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    if rest.shape[-1]:
+        parts.append(rest)
+    return torch.cat(parts, dim=-1).to(x.dtype)

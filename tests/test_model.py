@@ -1,0 +1,260 @@
+"""The Transformer against transformers' own models, its initialisation, and its refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from lit_llm.errors import UserError
+from lit_llm.model import ModelConfig, Transformer
+from lit_llm.model.presets import PRESETS
+from lit_llm.ops.rope import rope_inverse_frequencies, rope_tables
+
+TINY: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def perturb(model: torch.nn.Module, seed: int = 1) -> None:
+    """Norms and biases away from 1 and 0, so that a forgotten one shows."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def copy_weights(theirs: torch.nn.Module, ours: Transformer) -> None:
+    """Hugging Face's names are ours behind a `model.`; a tied head appears once here."""
+    state = {name.removeprefix("model."): value for name, value in theirs.state_dict().items()}
+    if ours.config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    ours.load_state_dict(state)
+
+
+def hugging_face(kind: str, **changes: Any) -> torch.nn.Module:
+    import transformers
+
+    config_class = getattr(transformers, f"{kind}Config")
+    config = config_class(**{**TINY, "attn_implementation": "eager", "pad_token_id": 0, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    perturb(model)
+    return model
+
+
+CASES = {
+    "gqa": ("Llama", {}, {}),
+    "tied": ("Llama", {"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
+    "bias": ("Llama", {"attention_bias": True, "mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}),
+    "head_dim": ("Llama", {"head_dim": 32}, {"head_dim": 32}),
+    "rope_llama3": (
+        "Llama",
+        {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 10000.0}},
+        {"rope_scaling": LLAMA3_ROPE},
+    ),
+    "rope_linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 500.0},
+    ),
+    "window": ("Mistral", {"sliding_window": 8}, {"sliding_window": 8}),
+    "qkv_bias": ("Qwen2", {}, {"attention_bias": True, "attention_output_bias": False}),
+    "qk_norm": ("Qwen3", {"head_dim": 16}, {"use_qk_norm": True, "head_dim": 16}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str) -> None:
+    kind, theirs, ours = CASES[case]
+    reference = hugging_face(kind, **theirs)
+    model = Transformer(ModelConfig(**TINY, rms_norm_eps=reference.config.rms_norm_eps, **_without(ours))).eval()
+    copy_weights(reference, model)
+    input_ids = torch.randint(0, 131, (2, 48))
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids), reference(input_ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def _without(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in TINY}
+
+
+def test_the_loss_equals_the_cross_entropy_of_the_logits() -> None:
+    model = Transformer(ModelConfig(**TINY))
+    input_ids, labels = torch.randint(0, 131, (2, 2, 20)).unbind(0)
+    labels[0, :5] = -100
+    loss_sum, count = model(input_ids, labels=labels)
+    logits = model(input_ids)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert int(count) == 35
+    torch.testing.assert_close(loss_sum, expected, rtol=1e-6, atol=1e-4)
+
+
+def test_packed_documents_equal_each_alone() -> None:
+    for window in (None, 4):
+        model = Transformer(ModelConfig(**TINY, sliding_window=window)).eval()
+        a, b = torch.randint(0, 131, (1, 5)), torch.randint(0, 131, (1, 6))
+        documents = torch.tensor([[7] * 5 + [3] * 6])
+        with torch.no_grad():
+            packed = model(torch.cat([a, b], dim=1), document_ids=documents)
+            torch.testing.assert_close(packed[:, :5], model(a), atol=1e-5, rtol=0)
+            torch.testing.assert_close(packed[:, 5:], model(b), atol=1e-5, rtol=0)
+            open_row = model(torch.cat([a, b], dim=1))
+        assert (open_row[:, 5:] - packed[:, 5:]).abs().max() > 1e-3
+
+
+def test_document_positions_restart_over_row_borders() -> None:
+    model = Transformer(ModelConfig(**TINY)).eval()
+    rows = torch.randint(0, 131, (2, 8))
+    # The same id on both sides of a row border: still two documents.
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 2, 2, 2, 2, 2, 2]])
+    with torch.no_grad():
+        packed = model(rows, document_ids=documents)
+        pieces = [(0, 0, 3), (0, 3, 8), (1, 0, 2), (1, 2, 8)]
+        for row, start, end in pieces:
+            alone = model(rows[row : row + 1, start:end])
+            torch.testing.assert_close(packed[row, start:end], alone[0], atol=1e-5, rtol=0)
+
+
+def test_meta_construction_allocates_nothing_and_a_later_init_equals_the_direct_one() -> None:
+    config = ModelConfig(**TINY)
+    with torch.device("meta"):
+        empty = Transformer(config)
+    assert all(p.is_meta for p in empty.parameters())
+    empty.to_empty(device="cpu")
+    empty.init_weights(seed=3)
+    direct = Transformer(config, seed=3)
+    for (name, one), (_, other) in zip(empty.named_parameters(), direct.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_a_70b_model_builds_on_meta() -> None:
+    with torch.device("meta"):
+        model = Transformer(ModelConfig.preset("llama-3-70b"))
+    assert model.num_parameters() == 70_553_706_496
+
+
+def test_initial_weights_are_a_function_of_seed_and_name() -> None:
+    torch.manual_seed(1)
+    one = Transformer(ModelConfig(**TINY), seed=5)
+    torch.manual_seed(2)
+    same, other = Transformer(ModelConfig(**TINY), seed=5), Transformer(ModelConfig(**TINY), seed=6)
+    assert torch.equal(one.embed_tokens.weight, same.embed_tokens.weight)
+    assert not torch.equal(one.embed_tokens.weight, other.embed_tokens.weight)
+    deeper = Transformer(dataclasses.replace(one.config, num_hidden_layers=4), seed=5)
+    assert torch.equal(one.layers[0].mlp.up_proj.weight, deeper.layers[0].mlp.up_proj.weight)
+    stds = [p.std().item() for n, p in one.named_parameters() if n.endswith("q_proj.weight")]
+    assert all(0.018 < std < 0.022 for std in stds)
+
+
+def test_initial_loss_is_that_of_a_uniform_guess() -> None:
+    model = Transformer(ModelConfig(**TINY))
+    input_ids = torch.randint(0, 131, (4, 64))
+    loss_sum, count = model(input_ids, labels=torch.randint(0, 131, (4, 64)))
+    assert abs(float(loss_sum / count) - torch.tensor(131.0).log().item()) < 0.1
+
+
+def test_a_tied_head_is_one_parameter() -> None:
+    model = Transformer(ModelConfig(**TINY, tie_word_embeddings=True))
+    assert model.head_weight is model.embed_tokens.weight
+    assert "lm_head.weight" not in model.state_dict()
+    copied = Transformer(ModelConfig(**TINY, tie_word_embeddings=True)).to(torch.bfloat16)
+    assert copied.head_weight is copied.embed_tokens.weight
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_rotary_tables_stay_float32(cast: bool) -> None:
+    model = Transformer(ModelConfig(**{**TINY, "max_position_embeddings": 8192}))
+    if cast:
+        model = model.to(torch.bfloat16)
+    inv_freq = model._inverse_frequencies(torch.device("cpu"))
+    assert inv_freq.dtype == torch.float32
+    positions = torch.tensor([[257, 1857, 8191]])
+    cos, sin = rope_tables(positions, inv_freq)
+    exact = positions.double()[..., None, None] * rope_inverse_frequencies(16, 10000.0)
+    assert (cos.double() - exact.cos()).abs().max() < 0.004
+    assert (sin.double() - exact.sin()).abs().max() < 0.004
+
+
+def test_compiled_blocks_keep_keys_and_gradients() -> None:
+    model = Transformer(ModelConfig(**{**TINY, "num_hidden_layers": 2}))
+    plain = Transformer(model.config)
+    model.compile_blocks()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    input_ids, labels = torch.randint(0, 131, (2, 2, 16)).unbind(0)
+    for one in (model, plain):
+        one(input_ids, labels=labels)[0].backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_every_preset_is_valid_and_near_its_name() -> None:
+    sizes = {"1m": 1e6, "3m": 3e6, "15m": 15e6, "125m": 125e6, "350m": 350e6, "llama-3.2-1b": 1.24e9, "llama-3-8b": 8e9}
+    for name in PRESETS:
+        with torch.device("meta"):
+            count = Transformer(ModelConfig.preset(name)).num_parameters()
+        assert name == "llama-3-70b" or 0.7 < count / sizes[name] < 1.4, (name, count)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 65}, "hidden_size 65 does not divide by num_attention_heads 4"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 does not divide by num_key_value_heads 3"),
+        ({"hiden_size": 64}, "did you mean hidden_size"),
+        ({"hidden_size": "big"}, "model.config.hidden_size must be a whole number, got 'big'"),
+        ({"hidden_size": 0}, "model.config.hidden_size must be at least 1"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "unknown rope_type 'spiral'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "needs a positive number for 'factor'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"layer_types": ["sliding_attention"] * 3}, "give sliding_window"),
+        ({"hidden_act": "swish2"}, "hidden_act 'swish2' is unknown"),
+        ({"unpadded_vocab_size": 200}, "unpadded_vocab_size 200 is above vocab_size 131"),
+        ({"attention_dropout": 1.0}, "attention_dropout must be in"),
+        ({"tie_word_embeddings": "yes"}, "must be true or false"),
+    ],
+)
+def test_a_bad_configuration_is_one_line(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        ModelConfig.from_dict({**TINY, **fields})
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_written_as_text_are_numbers() -> None:
+    config = ModelConfig.from_dict({**TINY, "rms_norm_eps": "1e-5", "rope_theta": "5e5", "hidden_size": 64.0})
+    assert (config.rms_norm_eps, config.rope_theta, config.hidden_size) == (1e-5, 5e5, 64)
+
+
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match="did you mean llama-3-8b"):
+        ModelConfig.preset("llama-3-8")
+
+
+def test_configuration_round_trips_as_plain_types() -> None:
+    config = ModelConfig(**TINY, layer_types=("full_attention",) * 3, eos_token_id=(1, 2), rope_scaling=LLAMA3_ROPE)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+def test_refusals_at_run_time() -> None:
+    model = Transformer(ModelConfig(**TINY))
+    with pytest.raises(UserError, match="token id 131 is outside the vocabulary of 131"):
+        model(torch.tensor([[1, 131]]))
+    with pytest.raises(UserError, match="65 tokens are more than the model's context of 64"):
+        model(torch.zeros(1, 65, dtype=torch.int64))
+    with pytest.raises(UserError, match="65 tokens are more than the model's context of 64"):
+        model.new_cache(1, 65)
