@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,12 +27,10 @@ MIB = 2**20
 WIDTHS = (18, 7, 9, 8, 7, 10, 9)
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident_bytes(kind: str) -> int:
+    """This process's resident set now ("VmRSS") or at its peak ("VmHWM"; getrusage's would start at the parent's)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(kind))
 
 
 def measure(contender: str, size: str, threads: int, chunk_size: int | None, repeats: int) -> dict[str, float]:
@@ -71,9 +68,9 @@ def measure(contender: str, size: str, threads: int, chunk_size: int | None, rep
 
     step(*inputs(8, 64, 512))  # loads the libraries
     hidden, weight, labels = inputs(*map(int, size.split("x")))
-    before = resident_bytes()
+    before = resident_bytes("VmRSS")
     seconds = [step(hidden, weight, labels)]
-    memory = peak_bytes() - before - hidden.nbytes - weight.nbytes
+    memory = resident_bytes("VmHWM") - before - hidden.nbytes - weight.nbytes
     seconds += [step(hidden, weight, labels) for _ in range(repeats)]
     return {"seconds": statistics.median(seconds[-max(repeats, 1) :]), "bytes": memory}
 

@@ -19,7 +19,6 @@ from lit_llm.errors import UserError
 from lit_llm.generation import GenerationConfig, generate
 from lit_llm.model import ModelConfig, Transformer
 from lit_llm.model.config import preset_fields
-from lit_llm.ops.attention import document_lengths
 from lit_llm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_scheduler
 
 CHECKPOINT_FORMAT = 1
@@ -164,13 +163,6 @@ class LitLLM(L.LightningModule):
             if stage != "predict" and self.vocab_size is not None:
                 self.seq_len = self.seq_len or getattr(data, "seq_len", None)
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Turns document ids into cumulative lengths while they are on the host, where reading them costs no wait."""
-        if isinstance(batch, dict) and "document_ids" in batch and batch["document_ids"].device.type == "cpu":
-            cu_seqlens, max_seqlen = document_lengths(batch["document_ids"])
-            batch = {**batch, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        return batch
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """A micro-batch's part of the global batch's mean loss.
 
@@ -224,9 +216,9 @@ class LitLLM(L.LightningModule):
     def _log_step(self, optimizer: torch.optim.Optimizer, loss: Tensor, norm: Tensor) -> None:
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/grad_norm", norm)
-        self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
-        tokens = self._window.trained_tokens
-        self.log("train/tokens", float(tokens))
+        # As float64: Lightning would make float32 of a number, which counts no further than 16 million tokens.
+        self.log("train/learning_rate", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
+        self.log("train/tokens", self._window.trained_tokens.to("cpu", torch.float64))
         rate = self._window.rate()
         if rate is not None:
             self.log("train/tokens_per_second", rate, prog_bar=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,10 +72,10 @@ def test_min_p_is_a_share_of_the_best(p: float, expected: list[int]) -> None:
 
 def test_filters_treat_each_row_alone() -> None:
     rows = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 3
-    for keep, value in ((keep_top_k, 7), (keep_top_p, 0.6), (keep_min_p, 0.1)):
-        together = keep(rows, value)  # type: ignore[operator]
-        for row, alone in zip(together, rows, strict=True):
-            assert torch.equal(row, keep(alone[None], value)[0])  # type: ignore[operator]
+    filters: list[Any] = [partial(keep_top_k, k=7), partial(keep_top_p, p=0.6), partial(keep_min_p, p=0.1)]
+    for keep in filters:
+        for row, alone in zip(keep(rows), rows, strict=True):
+            assert torch.equal(row, keep(alone[None])[0])
             assert 0 < row.isfinite().sum() < 40
 
 
@@ -124,7 +125,7 @@ def test_filtered_draws_follow_the_renormalised_softmax() -> None:
 
 def test_draw_inverts_the_cumulative_distribution_in_order() -> None:
     probabilities = torch.tensor([0.25, 0.0, 0.5, 0.25])
-    u = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-52], dtype=torch.float64)
+    u = torch.tensor([0.0, 0.2499, 0.2501, 0.5, 0.7499, 0.7501, 1 - 2**-52], dtype=torch.float64)
     assert draw(probabilities.log().expand(7, -1), u).tolist() == [0, 0, 2, 2, 2, 3, 3]
 
 

@@ -95,12 +95,12 @@ def fit(
         "val_loss": float(trainer.callback_metrics["val/loss"]) if "val/loss" in trainer.callback_metrics else None,
         "accumulation": trainer.accumulate_grad_batches,
         "weights": _checksum(lit),
-        "weight_sum": {name: float(p.double().abs().sum()) for name, p in lit.named_parameters()},
+        "weight_sum": {name: p.double().abs().sum().item() for name, p in lit.named_parameters()},
     }
 
 
 def _checksum(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for _, parameter in sorted(module.named_parameters()):
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(parameter.detach().float().numpy().tobytes())
     return digest.hexdigest()

@@ -6,14 +6,14 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import traceback
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
 
 import numpy as np
 
@@ -42,10 +42,10 @@ def default_workers(size: int | None) -> int:
     return cpus if size is None else max(1, min(cpus, size // _WORKER_BYTES))
 
 
-def encode_all(documents: Iterable[Document], tokenizer: Tokenizer, workers: int) -> Iterator[Encoded]:
+def encode_all(documents: Iterable[Document], tokenizer: Tokenizer, workers: int) -> Generator[Encoded, None, None]:
     """The documents' ids, EOS appended and BOS by the tokenizer's convention, in batches, in order.
 
-    One worker is this process itself. At most ``2 * workers + 1`` batches are under way.
+    One worker is this process itself. At most ``3 * workers`` batches are under way.
 
     Raises:
         UserError: a text the tokenizer fails on (named by its source), or a worker that was killed.
@@ -55,31 +55,53 @@ def encode_all(documents: Iterable[Document], tokenizer: Tokenizer, workers: int
         for batch in batches:
             yield _encode(tokenizer, batch)
         return
-    # fork starts at once and cannot run a script's unguarded main module again, as spawn would; the workers touch
-    # no lock that another thread may hold (their tokenizer is their own, and runs in one thread).
-    method = "fork" if sys.platform == "linux" else "spawn"
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context(method), initializer=_start_worker, initargs=(tokenizer.to_files(),)
-    )
-    pending: deque[Future[Encoded]] = deque()
+    # fork starts at once and cannot run a script's unguarded main module again, as spawn would. The workers touch no
+    # lock that another thread may hold: their tokenizer is their own, and runs in one thread.
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    processes: list[BaseProcess] = []
+    idle: list[Connection] = []
+    busy: dict[Connection, int] = {}  # connection -> number of the batch that is there
+    results: dict[int, Encoded] = {}
+    turn = 0
     try:
-        for batch in batches:
-            pending.append(pool.submit(_work, batch))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, ours, tokenizer.to_files()), daemon=True)
+            process.start()
+            processes.append(process)
+            theirs.close()  # so that the worker's death is the end of the stream
+            idle.append(ours)
+        numbered = enumerate(batches)
+        while True:
+            while idle and len(busy) + len(results) < 3 * workers:
+                item = next(numbered, None)
+                if item is None:
+                    break
+                # A worker gets a batch only when it waits for one, so that neither side blocks the other in sending.
+                number, batch = item
+                idle[-1].send(batch)
+                busy[idle.pop()] = number
+            if not busy:
+                return
+            for connection in cast("list[Connection]", wait(list(busy))):
+                answer: Encoded | Exception = connection.recv()
+                if isinstance(answer, Exception):
+                    raise answer
+                results[busy.pop(connection)] = answer
+                idle.append(connection)
+            while turn in results:
+                yield results.pop(turn)
+                turn += 1
+    except (EOFError, ConnectionError) as error:
         raise UserError(
             "a tokenizing process was killed, perhaps for want of memory; use fewer --workers or shorter documents"
         ) from error
-    except BaseException:
-        for process in set(multiprocessing.active_children()) - others:
-            process.terminate()
-        raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+            process.join()
+        for connection in (*idle, *busy):
+            connection.close()
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -95,29 +117,24 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-_worker_tokenizer: Tokenizer | None = None
-
-
-def _start_worker(files: Mapping[str, str]) -> None:
-    global _worker_tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def _serve(connection: Connection, other_end: Connection, files: Mapping[str, str]) -> None:
+    """A worker's life: batches in, answers out, until the parent ends it or ends itself."""
+    other_end.close()  # the copy here would hide the parent's end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_follow_parent, daemon=True).start()
-    _worker_tokenizer = Tokenizer.from_files(files)
-
-
-def _follow_parent() -> None:
-    """End with the parent, however that ends."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _work(batch: list[Document]) -> Encoded:
-    assert _worker_tokenizer is not None
-    return _encode(_worker_tokenizer, batch)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = Tokenizer.from_files(files)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            batch = connection.recv()
+            answer: Encoded | Exception
+            try:
+                answer = _encode(tokenizer, batch)
+            except UserError as error:
+                answer = error
+            except Exception:
+                answer = RuntimeError(traceback.format_exc())
+            connection.send(answer)
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Document]) -> Encoded:

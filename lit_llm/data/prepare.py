@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from shutil import copyfileobj
 from time import perf_counter
@@ -26,7 +27,8 @@ import numpy as np
 from lit_llm.data.encode import Encoded, default_workers, encode_all
 from lit_llm.data.progress import ProgressBar
 from lit_llm.data.sources import STDIN, Listing, SourceFile, list_files, read_documents
-from lit_llm.data.tokenizer import CONFIG_FILE, Tokenizer, train_tokenizer
+from lit_llm.data.tokenizer import Tokenizer, train_tokenizer
+from lit_llm.data.tokenizer_json import CONFIG_FILE
 from lit_llm.data.writer import SHARD_BYTES, StoreWriter, new_folder
 from lit_llm.errors import UserError
 
@@ -244,7 +246,7 @@ def _append_runs(writer: StoreWriter, batch: Encoded, val: np.ndarray) -> None:
     """Append a batch, cut where the split changes."""
     ends = np.cumsum(batch.lengths)
     borders = [0, *(np.flatnonzero(np.diff(val)) + 1).tolist(), len(val)]
-    for first, stop in zip(borders, borders[1:], strict=False):
+    for first, stop in pairwise(borders):
         ids = batch.ids[int(ends[first - 1]) if first else 0 : int(ends[stop - 1])]
         split = "val" if val[first] else "train"
         writer.append(split, ids, batch.lengths[first:stop], batch.text_bytes[first:stop])
@@ -291,7 +293,16 @@ def run(args: Namespace) -> int:
 
     previous = signal.signal(signal.SIGTERM, terminate)
     try:
-        summary = prepare(**vars(args))
+        summary = prepare(
+            args.inputs,
+            args.output,
+            tokenizer=args.tokenizer,
+            vocab_size=args.vocab_size,
+            text_key=args.text_key,
+            val_fraction=args.val_fraction,
+            workers=args.workers,
+            seed=args.seed,
+        )
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return 130

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from lit_llm.data.store import TokenStore
@@ -46,15 +48,17 @@ class TokenRows:
     def __len__(self) -> int:
         return self._rows
 
-    def __getitem__(self, rows: np.ndarray | int) -> dict[str, np.ndarray]:
+    def __getitem__(self, rows: np.ndarray | int) -> dict[str, Any]:
         """A batch.
 
         Args:
             rows: (batch,) numbers of rows; -1 gives a row without labels.
 
         Returns:
-            int64 arrays: ``input_ids`` and ``labels`` (batch, seq_len), and ``document_ids`` (batch, seq_len) and
-            ``num_bytes`` (batch,) where asked for.
+            int64 arrays: ``input_ids`` and ``labels`` (batch, seq_len). With documents isolated also ``document_ids``
+            (batch, seq_len), and the same as cumulative lengths over the flattened batch (``cu_seqlens``, int32, and
+            ``max_seqlen``, an int), made here because on a GPU the model would have to wait for them. With byte lengths
+            also ``num_bytes`` (batch,).
         """
         rows = np.atleast_1d(np.asarray(rows, dtype=np.int64))
         starts = np.maximum(rows, 0) * self.seq_len
@@ -69,6 +73,7 @@ class TokenRows:
             documents = self._documents(starts)
             labels[documents[:, 1:] != documents[:, :-1]] = IGNORED
             batch["document_ids"] = np.ascontiguousarray(documents[:, :-1])
+            batch.update(_cumulative_lengths(batch["document_ids"]))
         if self.byte_lengths is not None:
             batch["num_bytes"] = np.where(labels >= 0, self.byte_lengths[np.maximum(labels, 0)], 0).sum(axis=1)
         return batch
@@ -97,3 +102,10 @@ class TokenRows:
         borders = np.zeros((len(starts), width), dtype=np.int64)
         np.add.at(borders, (row, places), 1)
         return borders.cumsum(axis=1)
+
+
+def _cumulative_lengths(document_ids: np.ndarray) -> dict[str, Any]:
+    starts = np.ones(document_ids.shape, dtype=bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    cu_seqlens = np.append(np.flatnonzero(starts), document_ids.size).astype(np.int32)
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": int(np.diff(cu_seqlens).max())}

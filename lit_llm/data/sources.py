@@ -143,9 +143,9 @@ def _expand(entry: str, skipped: Counter[str]) -> list[SourceFile]:
         if not paths:
             raise UserError(f"{PYTHON_STDLIB}: this Python has no sources in {root}; name a folder of .py files")
         return [_source_file(p, lenient=True) for p in paths]
-    if os.path.isdir(path):
+    if os.path.isdir(entry):
         paths, what = list(_walk(entry, skipped)), "folder"
-    elif os.path.exists(path):
+    elif os.path.exists(entry):
         if path.suffix.lower() not in _READERS:
             raise UserError(f"{entry}: cannot read files of this kind; known are {_known()}")
         return [_source_file(path)]
@@ -271,7 +271,7 @@ def _decode(content: bytes, name: str, line: int = 1) -> str:
     except UnicodeDecodeError as error:
         number = line + content.count(b"\n", 0, error.start)
         raise UserError(
-            f"{name}:{number}: byte 0x{content[error.start]:02X} is not UTF-8; convert the file (iconv -t UTF-8) or mend it"
+            f"{name}:{number}: byte 0x{content[error.start]:02X} is not UTF-8; convert the file by iconv, or mend it"
         ) from error
 
 

@@ -82,7 +82,7 @@ class TokenStore:
             if split not in splits:
                 names = ", ".join(sorted(splits)) or "none"
                 raise UserError(
-                    f"{folder} has no split {split!r}, its splits are: {names} (`lit-llm prepare --val_fraction` makes val)"
+                    f"{folder} has no split {split!r}, only {names}; `lit-llm prepare --val_fraction F` makes val"
                 )
             self.vocab_size: int = int(meta["vocab_size"])
             self.eos_token_id: int = int(meta["eos_token_id"])
@@ -237,7 +237,7 @@ class TokenStore:
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Ids ``starts[i]`` to ``starts[i] + length``, a row each: (n, length) in the store's dtype."""
         starts = np.asarray(starts, dtype=np.int64)
-        if starts.size and not (0 <= starts.min() and starts.max() + length <= self.num_tokens):
+        if starts.size and not (starts.min() >= 0 and starts.max() + length <= self.num_tokens):
             raise IndexError(f"rows of {length} from {starts.min()} to {starts.max()} of {self.num_tokens} tokens")
         if len(self._ids) == 1:
             return _rows(self._ids[0], starts, length)

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lit_llm.data.tokenizer_json import (
+    CARRIED_FILES,
+    CONFIG_FILE,
+    MODEL_FILES,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    byte_measure,
+    load_backend,
+    parse,
+    processor_prefix,
+    read_files,
+    special_ids,
+)
 from lit_llm.errors import UserError
 
 if TYPE_CHECKING:
     import tokenizers
 
 EOS_TOKEN = "<|endoftext|>"
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-CARRIED_FILES = (TOKENIZER_FILE, CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE)
-MODEL_FILES = ("generation_config.json", "config.json")  # read for their token ids only, never carried along
 
 # Where no file says which token ends or begins a text: the names that base models gave them, most telling first.
 _EOS_NAMES = (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "<|im_end|>")
@@ -46,7 +53,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._load(_read_files(Path(path)), str(path))
+        self._load(read_files(Path(path)), str(path))
 
     @classmethod
     def from_files(cls, files: Mapping[str, str]) -> Tokenizer:
@@ -58,21 +65,24 @@ class Tokenizer:
     def _load(self, files: dict[str, str], origin: str) -> None:
         if TOKENIZER_FILE not in files:
             raise UserError(f"{origin}: no {TOKENIZER_FILE}")
-        self._content = _parse(files, TOKENIZER_FILE, origin)
-        self._config = _parse(files, CONFIG_FILE, origin)
-        special_map = _parse(files, "special_tokens_map.json", origin)
-        model_configs = [_parse(files, name, origin) for name in MODEL_FILES]
+        self._content = parse(files, TOKENIZER_FILE, origin)
+        self._config = parse(files, CONFIG_FILE, origin)
+        special_map = parse(files, "special_tokens_map.json", origin)
+        model_configs = [parse(files, name, origin) for name in MODEL_FILES]
         try:
-            self._backend = _backend(files[TOKENIZER_FILE])
+            self._backend = load_backend(files[TOKENIZER_FILE])
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{origin}: {TOKENIZER_FILE} is no tokenizer: {error}") from error
         self._ids = self._backend.get_vocab(with_added_tokens=True)
         if not self._ids:
             raise UserError(f"{origin}: {TOKENIZER_FILE} has an empty vocabulary")
-        self.vocab_size: int = max(self._ids.values()) + 1
+        known = set(self._ids.values())
+        self.vocab_size: int = max(known) + 1
         """Number of ids: the highest one, added tokens included, plus 1."""
 
-        processor_prefix = _processor_prefix(self._backend)
+        prefix = processor_prefix(self._content)
+        if not known.issuperset(prefix):
+            raise UserError(f"{origin}: the post-processor puts ids {prefix} before a text, the vocabulary lacks them")
 
         def find(kind: str, names: Sequence[str]) -> int | None:
             for config in (self._config, special_map):
@@ -81,36 +91,36 @@ class Tokenizer:
                     return self._ids[token]
                 if token is not None and kind == "eos":
                     raise UserError(f"{origin}: the vocabulary lacks {token!r}, which is named as eos_token")
-            if kind == "bos" and processor_prefix:
-                return processor_prefix[0]
+            if kind == "bos" and prefix:
+                return prefix[0]
             for config in model_configs:
                 ids = config.get(f"{kind}_token_id")
                 ids = ids if isinstance(ids, list) else [ids]
-                if ids and isinstance(ids[0], int) and 0 <= ids[0] < self.vocab_size:
+                if ids and isinstance(ids[0], int) and ids[0] in known:
                     return ids[0]
-            special = _special_ids(self._backend)
+            special = special_ids(self._backend)
             return next((self._ids[name] for name in names if self._ids.get(name) in special), None)
 
         self.bos_token_id: int | None = find("bos", _BOS_NAMES)
         self.eos_token_id: int | None = find("eos", _EOS_NAMES)
         self.pad_token_id: int | None = find("pad", ())
-        self._prefix = processor_prefix
-        if self._config.get("add_bos_token") is True and self.bos_token_id not in processor_prefix:
+        self._prefix = prefix
+        if self._config.get("add_bos_token") is True and self.bos_token_id not in prefix:
             if self.bos_token_id is None:
                 raise UserError(f"{origin}: {CONFIG_FILE} has add_bos_token but no bos_token of the vocabulary")
-            self._prefix = [self.bos_token_id, *processor_prefix]
-
+            self._prefix = [self.bos_token_id, *prefix]
         self._add_special(self._backend)
 
         template = files.get(TEMPLATE_FILE, self._config.get("chat_template"))
         if isinstance(template, list):  # several named templates
-            template = {item["name"]: item["template"] for item in template}.get("default")
-        self.chat_template: str | None = template
+            named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        self.chat_template: str | None = template if isinstance(template, str) else None
         self._files = self._self_contained(files)
 
     def _add_special(self, backend: tokenizers.Tokenizer) -> None:
         """Let ``backend`` know as special what only a config calls so, that decoding can leave it out."""
-        named = {self.bos_token_id, self.eos_token_id, self.pad_token_id} - {None} - _special_ids(backend)
+        named = {self.bos_token_id, self.eos_token_id, self.pad_token_id} - {None} - special_ids(backend)
         backend.add_special_tokens([backend.id_to_token(i) for i in sorted(i for i in named if i is not None)])
 
     def _self_contained(self, files: dict[str, str]) -> dict[str, str]:
@@ -168,21 +178,23 @@ class Tokenizer:
     ) -> list[list[int]]:
         """``encode`` of each text, faster; the library spreads it over threads."""
         prefix = self._prefix_for(bos)
-        if eos and self.eos_token_id is None:
-            raise UserError(
-                f'the tokenizer names no EOS token: put {{"eos_token": "..."}} into a {CONFIG_FILE} beside it'
-            )
+        suffix: list[int] = []
+        if eos:
+            if self.eos_token_id is None:
+                raise UserError(
+                    f'the tokenizer names no EOS token: put {{"eos_token": "..."}} into a {CONFIG_FILE} beside it'
+                )
+            suffix = [self.eos_token_id]
         backend = self._special_backend if allow_special else self._backend
         try:
             rows = [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         except TypeError as error:
             raise _text_error(texts) from error
         for row in rows:
-            ended = row[-1:] == [self.eos_token_id]
-            if prefix and row[: len(prefix)] != prefix:
+            missing_end = suffix if row[-1:] != suffix else []
+            if row[: len(prefix)] != prefix:
                 row[:0] = prefix
-            if eos and not ended:
-                row.append(self.eos_token_id)
+            row += missing_end
         return rows
 
     def _prefix_for(self, bos: bool | None) -> list[int]:
@@ -199,7 +211,7 @@ class Tokenizer:
     @cached_property
     def _special_backend(self) -> tokenizers.Tokenizer:
         # a second one, for a flag flipped to and fro would not be safe among threads
-        backend = _backend(self._files[TOKENIZER_FILE])
+        backend = load_backend(self._files[TOKENIZER_FILE])
         self._add_special(backend)
         backend.encode_special_tokens = False
         return backend
@@ -239,7 +251,7 @@ class Tokenizer:
         """
         lengths = np.zeros(self.vocab_size, dtype=np.int32)
         added = self._backend.get_added_tokens_decoder()
-        measure = _measure(self._content)
+        measure = byte_measure(self._content)
         for token, i in self._ids.items():
             if i not in added:
                 lengths[i] = measure(token)
@@ -305,63 +317,6 @@ def _batched(texts: Iterable[str], characters: int = 1 << 20) -> Iterator[list[s
     yield batch
 
 
-def _read_files(path: Path) -> dict[str, str]:
-    """The texts of the tokenizer's files; those of a file under another name than tokenizer.json are it alone."""
-    if path.is_dir():
-        main, beside = path / TOKENIZER_FILE, True
-        if not main.exists():
-            raise UserError(f"{path}: no {TOKENIZER_FILE} in this folder")
-    else:
-        main, beside = path, path.name == TOKENIZER_FILE
-        if not main.exists():
-            raise UserError(f"no tokenizer at {path}: name a {TOKENIZER_FILE} or a folder that holds one")
-    paths = {TOKENIZER_FILE: main}
-    if beside:
-        names = (*CARRIED_FILES[1:], *MODEL_FILES)
-        paths |= {name: main.parent / name for name in names if (main.parent / name).is_file()}
-    try:
-        return {name: file.read_text(encoding="utf-8-sig") for name, file in paths.items()}
-    except UnicodeDecodeError as error:
-        raise UserError(f"{main}: the tokenizer's files are not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise UserError(f"cannot read the tokenizer {main}: {error.strerror}") from error
-
-
-def _parse(files: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
-    if name not in files:
-        return {}
-    try:
-        content = json.loads(files[name])
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{origin}: {name} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{origin}: {name} holds no JSON object")
-    return content
-
-
-def _backend(text: str) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer as Backend
-
-    backend = Backend.from_str(text)
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True
-    if getattr(backend.model, "dropout", None) is not None:
-        backend.model.dropout = None
-    return backend
-
-
-def _special_ids(backend: tokenizers.Tokenizer) -> set[int]:
-    return {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-
-
-def _processor_prefix(backend: tokenizers.Tokenizer) -> list[int]:
-    """The ids that the file's post-processor puts before a text."""
-    encoding = backend.encode("a", add_special_tokens=True)
-    mask = [*encoding.special_tokens_mask, 0]
-    return encoding.ids[: mask.index(0)]
-
-
 def _token_text(entry: Any) -> str | None:
     """A special token's text from its entry in a config: a string, or an object with its content."""
     if isinstance(entry, dict):
@@ -379,32 +334,3 @@ def _text_error(texts: Sequence[str]) -> Exception:
         except UnicodeEncodeError as error:
             return UserError(f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}): not valid Unicode")
     return TypeError("the tokenizers library refuses these texts")
-
-
-def _measure(content: dict[str, Any]) -> Callable[[str], int]:
-    """The function from a token of the vocabulary to the bytes of text it stands for."""
-    kinds = {part["type"] for part in _parts(content.get("decoder") or content.get("pre_tokenizer"))}
-    if "ByteLevel" in kinds:
-        from tokenizers.pre_tokenizers import ByteLevel
-
-        alphabet = set(ByteLevel.alphabet())
-        # a character of the alphabet is a byte; the decoder takes a token with any other character as it stands
-        return lambda token: len(token) if alphabet.issuperset(token) else len(token.encode())
-    byte = re.compile("<0x[0-9A-Fa-f]{2}>")
-    blanks = bool(kinds & {"Metaspace", "Replace"})
-
-    def measure(token: str) -> int:
-        if "ByteFallback" in kinds and byte.fullmatch(token):
-            return 1
-        return len((token.replace("▁", " ") if blanks else token).encode())
-
-    return measure
-
-
-def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """A component of tokenizer.json and, for a sequence, its members."""
-    if isinstance(component, dict) and "type" in component:
-        yield component
-        for members in ("decoders", "pretokenizers"):
-            for member in component.get(members, []):
-                yield from _parts(member)

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from lit_llm.data.store import FORMAT, FORMAT_VERSION, INDEX_DTYPE, META_FILE, read_meta, store_dtype
-from lit_llm.data.tokenizer import CARRIED_FILES, Tokenizer
+from lit_llm.data.tokenizer import Tokenizer
+from lit_llm.data.tokenizer_json import CARRIED_FILES
 from lit_llm.errors import UserError
 
 SHARD_BYTES = 1 << 30
@@ -50,7 +51,9 @@ class StoreWriter:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
             wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise UserError(f"token id {wrong} is outside the vocabulary of {self.tokenizer.vocab_size} ids")
-        assert ids.size == lengths.sum() and (lengths > 0).all() and len(lengths) == len(text_bytes)
+        assert len(lengths) == len(text_bytes)
+        assert ids.size == lengths.sum()
+        assert (lengths > 0).all()
         if split not in self._splits:
             self._splits[split] = _SplitWriter(self.folder, split, self.dtype, self._shard_bytes)
         self._splits[split].append(ids.astype(self.dtype, copy=False), lengths, text_bytes)
@@ -171,7 +174,7 @@ class _HashedFile:
         self._digest = hashlib.sha256()
 
     def write(self, array: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(array)).cast("B")
+        data = np.ascontiguousarray(array).view(np.uint8).data
         self._file.write(data)
         self._digest.update(data)
 
@@ -180,10 +183,8 @@ class _HashedFile:
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        try:
+        with suppress(OSError):  # a full disk refuses the buffered rest, which is thrown away anyway
             self._file.close()
-        except OSError:  # a full disk refuses the buffered rest, which is thrown away anyway
-            pass
 
 
 # ------------------------------------------------------------------- the folder's name

@@ -60,10 +60,13 @@ def prefill(
     rows, longest = input_ids.shape
     if len(lengths) != rows or not all(1 <= length <= longest for length in lengths):
         raise UserError(f"lengths {list(lengths)[:8]} do not fit input_ids of {rows} rows of {longest} tokens")
+    if chunk_size is not None and chunk_size < 1:
+        raise UserError(f"chunk_size must be at least 1 or None for whole prompts, got {chunk_size}")
     cache.check_room(longest)
     logits: Tensor | None = None
-    for start in range(0, longest, chunk_size or longest):
-        chunk = input_ids[:, start : start + (chunk_size or longest)]
+    size = chunk_size or longest
+    for start in range(0, longest, size):
+        chunk = input_ids[:, start : start + size]
         real = [min(max(length - start, 0), chunk.shape[1]) for length in lengths]
         last = torch.tensor([max(n - 1, 0) for n in real], device=input_ids.device)
         here = model(chunk, cache=cache, logits_at=last)

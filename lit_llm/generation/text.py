@@ -31,7 +31,7 @@ class TextStream:
 
     Args:
         tokenizer: has ``encode`` and ``decode``.
-        stop: texts that end the completion; the first to occur is cut off with all that follows.
+        stop: texts that end the completion; the first to be complete is cut off with all that follows.
     """
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:

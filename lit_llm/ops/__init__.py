@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from lit_llm.ops.attention import attention
 from lit_llm.ops.cross_entropy import linear_cross_entropy
+from lit_llm.ops.documents import document_lengths
 
 __all__ = [
+    "attention",
+    "document_lengths",
     "linear_cross_entropy",
 ]

@@ -6,15 +6,15 @@ equals the reference. Here the call is checked, and a back end chosen.
 
 from __future__ import annotations
 
-import functools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_llm.errors import UserError
 from lit_llm.ops import flash, sdpa
-from lit_llm.ops.attention_problem import Needs, Problem, needs_of
+from lit_llm.ops.attention_problem import Needs, Problem, decided_once, needs_of
 from lit_llm.ops.attention_reference import reference_attention
 from lit_llm.ops.documents import check_cu_seqlens, document_lengths
 
@@ -42,9 +42,9 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1) with grouped heads (Ainslie et al. 2023).
 
-    Where there are fewer queries than keys they are the last ones: query i stands at key i + k_len - q_len. A query that
-    may see no key gives zeros, and zero gradients. Under autocast the inputs are cast to its dtype first, as torch's own
-    attention does.
+    Where there are fewer queries than keys they are the last ones: query i stands at key i + k_len - q_len. A query
+    that may see no key gives zeros, and zero gradients. Under autocast the inputs are cast to its dtype first, as
+    torch's own attention does.
 
     Args:
         q: (batch, q_len, heads, head_dim).
@@ -100,7 +100,7 @@ def attention(
         # The short way of most calls on a CPU, decoding a token above all, where each microsecond of Python counts.
         if backend == "auto":
             _announce("attention: sdpa, torch's fused kernels (not on CUDA)")
-        return sdpa.plain_attention(q, k, v, scale, causal and q_len > 1)
+        return sdpa.plain_attention(q, k, v, scale, causal)
 
     if backend not in BACKENDS:
         raise UserError(f"unknown attention backend {backend!r}: choose one of {', '.join(BACKENDS)}")
@@ -120,7 +120,7 @@ def attention(
     if document_ids is not None or cu_seqlens is not None:
         if key_lengths is not None:
             raise ValueError(
-                "documents and key_lengths do not go together: packed rows are for training, caches are not"
+                "documents and key_lengths do not go together: packed rows are for training, a cache is not"
             )
         if q_len != k_len:
             raise ValueError(f"documents need as many queries as keys, got {q_len} and {k_len}")
@@ -149,13 +149,14 @@ def _run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Ten
     if backend == "reference":
         return reference_attention(q, k, v, problem)
     if backend == "auto":
-        backend = _choose(needs_of(q, k, v, problem))
+        backend = _choose(*needs_of(q, k, v, problem))
     if backend == "flash":
-        found, why_not = flash.pick(needs_of(q, k, v, problem))
+        needs = needs_of(q, k, v, problem)
+        found, why_not = flash.pick(*needs)
         if found is not None:
             return flash.flash_attention(q, k, v, problem, found)
         # A choice of the user's for a whole model: what a cache needs beyond the package is not the user's mistake.
-        if problem.key_lengths is None or flash.pick(needs_of(q, k, v, problem._replace(key_lengths=None)))[0] is None:
+        if problem.key_lengths is None or flash.pick(*needs._replace(key_lengths=False))[0] is None:
             raise UserError(f"attention backend 'flash' cannot run: {why_not}; use backend='auto' or 'sdpa'")
     if backend == "flex":
         from lit_llm.ops.flex import flex_back_end  # torch's compiler comes with it
@@ -164,10 +165,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Ten
     return sdpa.sdpa_attention(q, k, v, problem)
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
-def _choose(needs: Needs) -> str:
-    """The back end for "auto", and a line that says why; computed once per kind of call."""
+@decided_once
+def _choose(*fields: Any) -> str:
+    """The back end for "auto" and these `Needs`, and a line in the log that says why."""
+    needs = Needs(*fields)
     backend, why = "sdpa", "torch's fused kernels (not on CUDA)"
     if needs.device.type == "cuda":
         backend, why = _choose_on_cuda(needs)
@@ -176,7 +177,7 @@ def _choose(needs: Needs) -> str:
 
 
 def _choose_on_cuda(needs: Needs) -> tuple[str, str]:
-    found, why_not = flash.pick(needs)
+    found, why_not = flash.pick(*needs)
     beyond = [name for name in ("window", "softcap", "documents", "key_lengths") if getattr(needs, name)]
     why = f"for {needs.dtype} with {', '.join(beyond)}" if beyond else f"for {needs.dtype}"
     if found is not None:
@@ -184,16 +185,16 @@ def _choose_on_cuda(needs: Needs) -> tuple[str, str]:
         if found.generation > 2 or beyond or flash.compute_capability(needs.device)[0] < 9:
             return "flash", f"FlashAttention-{found.generation} {why}"
         return "sdpa", f"cuDNN or flash {why}: faster here than FlashAttention-2"
-    documents = needs.documents and sdpa.varlen_limit(needs) is not None
-    if (needs.window or needs.softcap or documents) and not needs.key_lengths and not needs.dropout:
-        # Its kernels want heads of at least 16 numbers. Ragged keys change shape at each step: no kernel for each.
-        if needs.head_dim >= 16 and needs.value_dim >= 16 and not (needs.documents and not documents):
-            return "flex", f"torch's flex_attention {why}: {why_not}"
+    if needs.documents and sdpa.varlen_limit(needs) is None:
+        return "sdpa", f"torch's varlen_attn {why}: {why_not}"
+    # flex_attention has no dropout, wants heads of at least 16 numbers, and would compile anew as ragged keys grow.
+    flex_can = not needs.dropout and not needs.key_lengths and min(needs.head_dim, needs.value_dim) >= 16
+    if flex_can and (needs.window or needs.softcap or needs.documents):
+        return "flex", f"torch's flex_attention {why}: {why_not}"
     return "sdpa", f"torch's fused kernels {why}: {why_not}"
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
+@decided_once
 def _announce(line: str) -> None:
     _log.info(line)
 

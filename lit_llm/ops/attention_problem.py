@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
+
+Result = TypeVar("Result")
+
+
+def decided_once(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Cache a function of hashable arguments, and let torch.compile run it while it traces and keep what it gave.
+
+    For what depends on the machine alone: imports, probes, a line in the log. Inside a traced function each would break
+    the graph. The arguments must be constants to the tracer, one by one: ``*needs``, not a `Needs`.
+    """
+    cached = functools.cache(function)
+
+    @torch.compiler.assume_constant_result
+    def call(*arguments: object) -> Result:
+        return cached(*arguments)
+
+    call.cache_clear = cached.cache_clear
+    return call
 
 
 class Problem(NamedTuple):
@@ -42,18 +62,24 @@ class Needs(NamedTuple):
 
 def needs_of(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Needs:
     """What this call needs."""
+    # Branches, not expressions: torch.compile may hold a number as a symbol, and only a branch makes a constant of it.
+    own_scale = dropout = False
+    if problem.scale != q.shape[-1] ** -0.5:
+        own_scale = True
+    if problem.dropout:
+        dropout = True
     return Needs(
         device=q.device,
         dtype=q.dtype,
         head_dim=q.shape[-1],
         value_dim=v.shape[-1],
         grouped=q.shape[-2] != k.shape[-2],
-        own_scale=problem.scale != q.shape[-1] ** -0.5,
+        own_scale=own_scale,
         window=problem.window is not None,
         softcap=problem.softcap is not None,
         documents=problem.cu_seqlens is not None,
         key_lengths=problem.key_lengths is not None,
-        dropout=problem.dropout > 0,
+        dropout=dropout,
         training=wants_gradients(q, k, v),
     )
 

@@ -1,8 +1,8 @@
 """Attention block by block: what no fused kernel takes in one call, in bounded memory.
 
-A window, a causal rectangle, a soft cap, dropout: the queries are cut into blocks, each block sees only the span of keys
-that any of its queries may see, and the backward pass computes each block again instead of keeping its scores. The
-largest thing alive is (block x span), never (seq x seq); keys and values are slices, never copies over a group's heads.
+A window, a causal rectangle, a soft cap, dropout: the queries are cut into blocks, each block sees only the span of
+keys that any of its queries may see, and the backward pass computes each block again instead of keeping its scores.
+The largest thing alive is (block x span), never (seq x seq); keys and values are slices, never copies for a group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lit_llm.ops.attention_problem import Problem, wants_gradients
 
 # Queries in a block of the fused kernel: enough for its inner tiles, few enough that a window is not drowned in masked
 # keys, and a mask of (rows x 16k keys) stays at a few MiB.
-_FUSED_ROWS = 256
+_FUSED_ROWS = 128
 # Scores (numbers, over all heads) that an explicit block may hold; its softmax needs a handful of tensors of this size.
 _EXPLICIT_SCORES = 2**20
 _EXPLICIT_ROWS = (16, 256)  # fewest and most queries of an explicit block
@@ -84,7 +84,7 @@ def blockwise_attention(
     plan = Plan(problem, q.shape[1], blocks, explicit, seed)
     # One fused block is one kernel, whose backward keeps no scores already.
     if wants_gradients(q, k, v) and (explicit or len(blocks) > 1):
-        return _Blockwise.apply(q, k, v, plan)  # type: ignore[no-any-return]
+        return _Blockwise.apply(q, k, v, plan)
     return _run(q, k, v, plan)
 
 
@@ -98,10 +98,11 @@ def fused_attention(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """torch's fused attention, one call. Causal is for as many queries as keys; a row of the mask without a key is zeros.
+    """torch's fused attention, one call; a query without a key in the mask gives zeros.
 
     Args:
         mask: bool, (queries, keys) or (batch, 1, queries, keys), True where a query sees a key.
+        causal: for as many queries as keys.
     """
     rows, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
     grouped, empty = heads != kv_heads, None
@@ -197,7 +198,7 @@ def _block_mask(block: Block, problem: Problem, q_len: int, device: torch.device
 def _explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: Problem, generator: torch.Generator | None
 ) -> Tensor:
-    """Attention of one block with its scores in float32 (float64 for float64), the heads of a group folded into rows."""
+    """Attention of one block with its scores in float32 (or float64), the heads of a group folded into rows."""
     rows, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = fold_heads(q.to(dtype) * problem.scale, k.shape[2]) @ k.to(dtype).permute(0, 2, 3, 1)
     if problem.softcap is not None:
@@ -216,7 +217,7 @@ def _explicit_attention(
     return out
 
 
-def _cut(plan: Plan, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _cut(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q[block.rows, block.queries], k[block.rows, block.keys], v[block.rows, block.keys]
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lit_llm.errors import UserError
 
@@ -39,7 +38,7 @@ def linear_cross_entropy(
 
     The chunked back end (what ``auto`` picks) holds the logits of ``chunk_size`` tokens at a time and computes the
     gradient of a chunk while its logits are there, in the forward pass; under ``no_grad``, or when nothing requires a
-    gradient, it computes the loss alone. It has no second derivatives and runs eagerly inside a compiled region.
+    gradient, it computes the loss alone. It refuses second derivatives and runs eagerly inside a compiled region.
 
     Under autocast the matrix products take the autocast dtype. Logits after the product, softmax and the sum that
     makes the weight's gradient are float32 (float64 for float64 inputs); gradients have the dtype of their tensor.
@@ -124,8 +123,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Not once_differentiable: it lets a constant upstream pass, and gradients of gradients would lack a term.
+            raise UserError("linear_cross_entropy has no second derivatives (create_graph); take backend='reference'")
         # The saved gradients may be scaled in place, sparing a second (vocab_size, hidden_size), when no other backward
         # through this graph can follow.
         in_place = not _graph_is_kept()

@@ -11,6 +11,8 @@ A row of a batch may hold several documents, one after the other. Two forms say 
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -61,14 +63,14 @@ def check_cu_seqlens(cu_seqlens: Tensor, max_seqlen: int, batch: int, seq: int) 
     """Check what the shapes cannot tell. Reads ``cu_seqlens``, so it is for the CPU.
 
     Raises:
-        ValueError: if the lengths do not fill the batch, a document crosses a row, or one is longer than ``max_seqlen``.
+        ValueError: if a document crosses a row or is longer than ``max_seqlen``, or they do not fill the batch.
     """
     borders = cu_seqlens.tolist()
     if borders[0] != 0 or borders[-1] != batch * seq:
         raise ValueError(
             f"cu_seqlens must go from 0 to batch * seq = {batch * seq}, it goes from {borders[0]} to {borders[-1]}"
         )
-    lengths = [stop - start for start, stop in zip(borders, borders[1:], strict=False)]
+    lengths = [stop - start for start, stop in itertools.pairwise(borders)]
     if lengths and min(lengths) < 0:
         raise ValueError(f"cu_seqlens must not fall, got {borders}")
     if lengths and max(lengths) > max_seqlen:

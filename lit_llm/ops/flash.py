@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_llm.ops.attention_problem import HALF, Needs, Problem
+from lit_llm.ops.attention_problem import HALF, Needs, Problem, decided_once
 
 # Found by the function: with FlashAttention-4 alone `import flash_attn` succeeds as an empty namespace.
 _MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
@@ -45,10 +45,10 @@ def probe(generation: int) -> Flash | str:
         return f"{name}: {type(error).__name__}: {reason[0] if reason else 'no message'}"
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
-def pick(needs: Needs) -> tuple[Flash | None, str]:
-    """The fastest generation that can serve these needs, or None; and why not, one reason per generation."""
+@decided_once
+def pick(*fields: Any) -> tuple[Flash | None, str]:
+    """The fastest generation that can serve these `Needs`, or None; and why no faster one, a reason for each."""
+    needs = Needs(*fields)
     if (problem := device_problem(needs)) is not None:
         return None, problem
     reasons = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def flex_back_end(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
             return cap * torch.tanh(score / cap)
 
-    run = flex_attention if q.device.type == "cpu" else _compiled()
+    run: Any = flex_attention if q.device.type == "cpu" else _compiled()
     out = run(
         q.transpose(1, 2),
         k.transpose(1, 2),

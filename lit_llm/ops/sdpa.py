@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_llm.ops.attention_problem import HALF, Needs, Problem, needs_of
+from lit_llm.ops.attention_problem import HALF, Needs, Problem, decided_once, needs_of
 from lit_llm.ops.blocks import blockwise_attention, fused_attention
 
 # cuDNN's kernel is about 1.6 times as fast as FlashAttention-2's on Hopper; torch tries it second there.
@@ -23,7 +22,9 @@ _HOPPER_ORDER = [
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, dropout: float = 0.0) -> Tensor:
-    """One call of the fused kernel: as many queries as keys, or every key visible to every query."""
+    """One call of the fused kernel, for as many queries as keys, for one query, or without causal."""
+    if causal and q.shape[1] == 1:
+        causal = False  # the last query sees every key; a branch, so that torch.compile sees a plain bool
     if q.is_cuda and _prefer_cudnn(q):
         with sdpa_kernel(_HOPPER_ORDER, set_priority=True):
             return fused_attention(q, k, v, scale, causal=causal, dropout=dropout).contiguous()
@@ -54,7 +55,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         if problem.window is not None:
             return plain_attention(q, k[:, -problem.window :], v[:, -problem.window :], problem.scale, False)
     if plain and not explicit:
-        return plain_attention(q, k, v, problem.scale, problem.causal and q_len > 1, problem.dropout)
+        return plain_attention(q, k, v, problem.scale, problem.causal, problem.dropout)
     return blockwise_attention(q, k, v, problem, None, explicit)
 
 
@@ -75,8 +76,7 @@ def _prefer_cudnn(q: Tensor) -> bool:
     return training and q.dtype in HALF and _capability(q.device.index)[0] == 9
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
+@decided_once
 def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
@@ -99,10 +99,8 @@ def _document_by_document(q: Tensor, k: Tensor, v: Tensor, problem: Problem, pla
         out = blockwise_attention(q, k, v, problem, lengths, explicit)
     else:
         # split, not slices: its backward is one concatenation, a slice's is a full tensor of zeros per document.
-        parts = zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
-        out = torch.cat(
-            [plain_attention(*part, problem.scale, problem.causal, problem.dropout) for part in parts], dim=1
-        )
+        parts = zip(q.split(lengths, dim=1), k.split(lengths, dim=1), v.split(lengths, dim=1), strict=True)
+        out = torch.cat([plain_attention(*qkv, problem.scale, problem.causal, problem.dropout) for qkv in parts], dim=1)
     return out.view(batch, seq, heads, v.shape[-1])
 
 
@@ -129,8 +127,7 @@ def _varlen_device(needs: Needs) -> bool:
     return needs.device.type == "cuda" and needs.dtype in HALF
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
+@decided_once
 def _varlen_parameters() -> frozenset[str]:
     """What `varlen_attn` takes: `is_causal` became `window_size`, `scale` and `enable_gqa` came later."""
     try:
@@ -157,5 +154,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     else:
         options["is_causal"] = problem.causal
     cu, longest = problem.cu_seqlens, problem.max_seqlen
-    out = varlen.varlen_attn(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu, cu, longest, longest, **options)
+    assert cu is not None
+    out: Any = varlen.varlen_attn(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu, cu, longest, longest, **options
+    )
     return out.view(*q.shape[:3], v.shape[-1])

@@ -1,0 +1,161 @@
+"""What is done to the words of a trainer command before jsonargparse reads them.
+
+Three things that it leaves to wish for: a broken configuration file is named with its line; single fields of
+``model.config`` add to a mapping or to a preset's name instead of replacing it, over files and options alike; and the
+value of a nested option (``--model.generation.stop``) arrives as it was typed, where jsonargparse reads it twice, so
+that null and backslashes get lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_llm.errors import UserError
+from lit_llm.model.config import preset_fields
+
+_SECTIONS = ("model", "data")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose floats may lack the point: 1e-5."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+|\d[\d_]*\.[\d_]*|\.\d[\d_]*(?:[eE][-+]?\d+)?|\.(?:inf|nan))$"),
+    list("-+.0123456789"),
+)
+
+
+@dataclass
+class Arguments:
+    """The words for jsonargparse, and what the user gave of the model."""
+
+    words: list[str]
+    model_config: Any = None  # a preset's name or a mapping of fields; None: not given
+    given: set[str] = field(default_factory=set)  # names of the model's other options that were given
+
+
+def prepare_arguments(words: list[str]) -> Arguments:
+    """Reads the configuration files and rewrites the options; see the module's text.
+
+    Raises:
+        UserError: a configuration file that is missing, no YAML or no mapping, or a preset that is none.
+    """
+    result = Arguments([])
+    rewritten = False
+    for name, value, original in _options(words):
+        section, _, rest = name.removeprefix("--").partition(".")
+        path = rest.removeprefix("init_args.").split(".")
+        if name in ("--config", "-c") and value is not None:
+            fields = _model_options(_read_yaml(value, "--config"))
+            if "config" in fields:
+                rewritten = result.model_config is not None or isinstance(fields["config"], str)
+                result.model_config = _merge(result.model_config, fields["config"])
+            result.given |= set(fields)
+            result.words += original
+        elif section not in _SECTIONS or value is None or not rest or path[-1] == "help" or rest.endswith("+"):
+            result.words += original
+        elif section == "model" and path[0] == "config":
+            changes = _load(value)
+            for key in reversed(path[1:]):
+                changes = {key: changes}
+            result.model_config = _merge(result.model_config, changes)
+            rewritten = True
+        else:
+            if section == "model":
+                result.given.add(path[0])
+            result.words += _nested(section, path, value) if len(path) > 1 and path[0] != "dict_kwargs" else original
+    if rewritten:
+        # Behind everything else, as it sums up what came before.
+        config = result.model_config
+        result.words.append(f"--model.config={config if isinstance(config, str) else json.dumps(config)}")
+    return result
+
+
+def _options(words: list[str]) -> Iterator[tuple[str, str | None, list[str]]]:
+    """Name, value (None without one) and the original words of each option; positional words as names."""
+    i = 0
+    while i < len(words):
+        name, equals, value = words[i].partition("=")
+        if equals and name.startswith("--"):
+            yield name, value, [words[i]]
+        elif words[i].startswith("-") and i + 1 < len(words) and not words[i + 1].startswith("--"):
+            yield words[i], words[i + 1], words[i : i + 2]
+            i += 1
+        else:
+            yield words[i], None, [words[i]]
+        i += 1
+
+
+def _nested(section: str, path: list[str], value: str) -> list[str]:
+    """``--model.generation.stop V`` as ``--model.generation={"stop": "V"}``, V still to be read."""
+    nested: Any = value
+    for key in reversed(path[1:]):
+        nested = {key: nested}
+    return [f"--{section}.{path[0]}={json.dumps(nested)}"]
+
+
+def _merge(base: Any, change: Any) -> Any:
+    """A configuration with a change on top: a mapping adds its fields, a name replaces everything."""
+    if isinstance(change, str) and Path(change).suffix in (".yaml", ".yml"):
+        change = _read_yaml(change, "model.config")
+    if isinstance(change, str):
+        preset_fields(change)  # an unknown name is refused here, before anything is built
+        return change
+    if not isinstance(change, Mapping):
+        raise UserError(
+            f"model.config must be a preset's name or a mapping of fields, got {'null' if change is None else change!r}"
+        )
+    merged = {"preset": base} if isinstance(base, str) else dict(base or {})
+    before = {**preset_fields(merged["preset"]), **merged} if "preset" in merged else merged
+    for name, value in change.items():
+        old = before.get(name)
+        merged[name] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _model_options(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The model's options in a configuration file, with or without class_path."""
+    model = content.get("model")
+    if not isinstance(model, Mapping):
+        return {}
+    if "class_path" in model or "init_args" in model:
+        model = model.get("init_args") or {}
+    return model if isinstance(model, Mapping) else {}
+
+
+def _read_yaml(path: str, option: str) -> Mapping[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{option} {path}: no such file; paths are relative to the working directory") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{option} {path}: not UTF-8 text; give a YAML file") from None
+    except OSError as error:
+        raise UserError(f"{option} {path} can't be read: {error.strerror}") from None
+    try:
+        content = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = path if mark is None else f"{path}:{mark.line + 1}"
+        raise UserError(f"{place} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path} holds no mapping but {content!r:.60}; write sections such as `trainer:` and `model:`")
+    return content
+
+
+def _load(value: str) -> Any:
+    try:
+        return yaml.load(value, _Loader)
+    except yaml.YAMLError:
+        return value

@@ -1,0 +1,111 @@
+"""Which command runs, and what becomes of its errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from lit_llm import __version__
+from lit_llm.cli.options import OptionParser, did_you_mean
+from lit_llm.errors import UserError
+
+TRAINER_COMMANDS = {
+    "fit": "train a model",
+    "validate": "evaluate a checkpoint on the store's validation split",
+    "test": "evaluate a checkpoint on the store's test split, or on validation where it has none",
+    "predict": "complete prompts with a checkpoint, into a file",
+}
+COMMANDS = {
+    "prepare": "make a token store out of text",
+    **TRAINER_COMMANDS,
+    "generate": "complete prompts with a checkpoint, on the screen",
+}
+HELP = f"""\
+usage: lit-llm COMMAND [OPTION]...
+
+Train and run language models with PyTorch Lightning.
+
+commands:
+{chr(10).join(f"  {name:<10}{what}" for name, what in COMMANDS.items())}
+
+options:
+  -h, --help  this text; after a command, its options
+  --version   the version
+
+Begin with:
+  lit-llm prepare python-stdlib --output store
+  lit-llm fit --data.store store --trainer.max_steps 200
+  lit-llm predict --data.prompts '["def "]'
+"""
+
+# How long a rank other than the first keeps an error to itself: rank 0 mostly meets the same one and ends the run.
+_PATIENCE_S = 3.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code.
+
+    0: done. 1: the run failed (an exception goes on to the caller, as a traceback). 2: a user's mistake; the last line
+    on stderr starts with ``lit-llm: error:``. 130: Ctrl-C. 143: SIGTERM.
+
+    Args:
+        argv: the words after ``lit-llm``; None: those of this process.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _dispatch(words)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `lit-llm ... | head`: the reader has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        mistake = _mistake(error)
+        if mistake is None:
+            raise
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_PATIENCE_S)
+        sys.stdout.flush()
+        print(f"lit-llm: error: {' '.join(mistake.split())}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _dispatch(words: list[str]) -> int:
+    command = words[0] if words else "--help"
+    if command in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if command == "--version":
+        print(f"lit-llm {__version__}")
+        return 0
+    if command in TRAINER_COMMANDS:
+        from lit_llm.cli.lightning import run_trainer_command
+
+        return run_trainer_command(command, words[1:])
+    if command == "generate":
+        from lit_llm.cli import generate
+
+        return generate.run(generate.parser().parse_args(words[1:]))
+    if command == "prepare":
+        from lit_llm.data import prepare
+
+        parser = OptionParser("prepare", COMMANDS["prepare"])
+        prepare.add_arguments(parser)
+        return prepare.run(parser.parse_args(words[1:]))
+    what = "option" if command.startswith("-") else "command"
+    known = ["--help", "--version"] if what == "option" else list(COMMANDS)
+    raise UserError(f"unknown {what} {command!r}; {did_you_mean(command, known)}")
+
+
+def _mistake(error: BaseException | None) -> str | None:
+    """The line for the user if the error, or what caused it, is a mistake of theirs."""
+    while error is not None:
+        if isinstance(error, UserError):
+            return str(error)
+        # By name, as most commands never import Lightning.
+        if type(error).__name__ == "MisconfigurationException":
+            return str(error)
+        error = error.__cause__
+    return None
