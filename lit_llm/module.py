@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -12,14 +11,15 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torchmetrics.aggregation import SumMetric
 
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 from lit_llm.generation import GenerationConfig, generate
+from lit_llm.metrics import TokenLoss
 from lit_llm.model import ModelConfig, Transformer
 from lit_llm.model.config import preset_fields
 from lit_llm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_scheduler
+from lit_llm.window import StepWindow
 
 CHECKPOINT_FORMAT = 1
 _Config = TypeVar("_Config", OptimizerConfig, ScheduleConfig, GenerationConfig)
@@ -33,7 +33,8 @@ class LitLLM(L.LightningModule):
     micro-batches and ranks); the one here gives the exact mean over the label tokens of the global batch.
 
     Args:
-        config: a preset's name, a mapping of ModelConfig fields, or a ModelConfig.
+        config: a preset's name, a mapping of ModelConfig fields, or a ModelConfig. A mapping may name a ``preset``
+            that its fields change.
         vocab_size: ids of the data's tokenizer, on the command line linked from ``data``. It fills a preset or a
             mapping that names no vocabulary; a larger vocabulary in the mapping counts as padding.
         seq_len: tokens in a row of the data, linked likewise; fills ``max_position_embeddings`` of a mapping without
@@ -71,9 +72,9 @@ class LitLLM(L.LightningModule):
         self.vocab_size, self.seq_len = vocab_size, seq_len
         self.tokenizer: Tokenizer | None = None
         self.model: Transformer | nn.Module | None = None
-        self._window = _Window()
+        self._window = StepWindow()
         self._labels_checked = False
-        self._validated = nn.ModuleDict({name: SumMetric() for name in ("loss", "tokens", "bytes")})
+        self.evaluated = TokenLoss()
         self._save_hparams()
 
     # The model
@@ -84,14 +85,14 @@ class LitLLM(L.LightningModule):
         Raises:
             UserError: a vocabulary or context that contradicts the data, or no vocabulary at all.
         """
-        source = self.config_source
-        if isinstance(source, str):
-            fields = preset_fields(source)
+        source = {"preset": self.config_source} if isinstance(self.config_source, str) else self.config_source
+        fields = source.to_dict() if isinstance(source, ModelConfig) else dict(source)
+        if "preset" in fields:
+            preset = preset_fields(fields.pop("preset"))
             if self.vocab_size is not None:
-                fields["vocab_size"] = self.vocab_size
-            fields["max_position_embeddings"] = max(fields["max_position_embeddings"], self.seq_len or 0)
-        else:
-            fields = source.to_dict() if isinstance(source, ModelConfig) else dict(source)
+                preset["vocab_size"] = self.vocab_size
+            preset["max_position_embeddings"] = max(preset["max_position_embeddings"], self.seq_len or 0)
+            fields = {**preset, **fields}
         filled: dict[str, Any] = {}
         if self.vocab_size is not None:
             filled["vocab_size"] = self.vocab_size
@@ -111,8 +112,8 @@ class LitLLM(L.LightningModule):
                 f"{config.max_position_embeddings}; shorten the rows or raise the model's context"
             )
         if self.tokenizer is not None and config.eos_token_id is None:
-            ids = {"eos_token_id": self.tokenizer.eos_token_id, "bos_token_id": self.tokenizer.bos_token_id}
-            config = dataclasses.replace(config, **ids)
+            eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+            config = dataclasses.replace(config, eos_token_id=eos, bos_token_id=bos)
         return config
 
     def configure_model(self) -> None:
@@ -175,7 +176,7 @@ class LitLLM(L.LightningModule):
         loss_sum, count = self.loss(batch)
         if self._window.scale is None:  # equal on all ranks, as their gradients are averaged
             self._window.scale = int(self.trainer.strategy.broadcast(batch["labels"].numel()))
-        self._window.add(loss_sum.detach(), count)
+        self._window.add(loss_sum, count)
         return loss_sum / self._window.scale
 
     def configure_gradient_clipping(
@@ -189,14 +190,11 @@ class LitLLM(L.LightningModule):
         Gradients arrive unscaled by the precision plugin, averaged over ranks and micro-batches. One reduction of two
         numbers and one pass over the gradients; no value is read on the host unless this step is logged.
         """
-        if self._window.count is None:  # an overridden training_step: Lightning's own semantics
+        if not self._window.is_open:  # an overridden training_step: Lightning's own semantics
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         trainer = self.trainer
-        loss_sum, count = self._window.totals(trainer.strategy)
-        scale = self._window.scale
-        assert scale is not None
-        factor = scale * trainer.accumulate_grad_batches * _replicas(trainer) / count.clamp(min=1)
+        loss_sum, count, factor = self._window.close(trainer)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         logged = trainer._logger_connector.should_update_logs
         by_norm = bool(gradient_clip_val) and str(gradient_clip_algorithm or "norm").endswith("norm")
@@ -211,7 +209,7 @@ class LitLLM(L.LightningModule):
         if gradient_clip_val and not by_norm:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         if logged and norm is not None:
-            self._log_step(optimizer, loss_sum / count.clamp(min=1), norm)
+            self._log_step(optimizer, loss_sum / count, norm)
 
     def _log_step(self, optimizer: torch.optim.Optimizer, loss: Tensor, norm: Tensor) -> None:
         self.log("train/loss", loss, prog_bar=True)
@@ -219,7 +217,7 @@ class LitLLM(L.LightningModule):
         # As float64: Lightning would make float32 of a number, which counts no further than 16 million tokens.
         self.log("train/learning_rate", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
         self.log("train/tokens", self._window.trained_tokens.to("cpu", torch.float64))
-        rate = self._window.rate()
+        rate = self._window.tokens_per_second()
         if rate is not None:
             self.log("train/tokens_per_second", rate, prog_bar=True)
 
@@ -293,23 +291,12 @@ class LitLLM(L.LightningModule):
 
     def _add_evaluated(self, batch: dict[str, Any]) -> None:
         loss_sum, count = self.loss(batch)
-        self._validated["loss"].update(loss_sum.double() if loss_sum.device.type != "mps" else loss_sum)
-        self._validated["tokens"].update(count)
-        self._validated["bytes"].update(batch["num_bytes"].sum() if "num_bytes" in batch else float("nan"))
+        self.evaluated.update(loss_sum, count, batch.get("num_bytes"))
 
     def _evaluated(self, stage: str) -> dict[str, float]:
-        sums = {name: float(metric.compute()) for name, metric in self._validated.items()}
-        for metric in self._validated.values():
-            metric.reset()
-        if sums["tokens"] == 0:
-            raise UserError(
-                f"{stage}: no label tokens were evaluated; the split is too short or all labels are ignored"
-            )
-        loss = torch.tensor(sums["loss"] / sums["tokens"], dtype=torch.float64)
-        values = {f"{stage}/loss": float(loss), f"{stage}/perplexity": float(loss.exp())}
-        if sums["bytes"] > 0:
-            values[f"{stage}/bits_per_byte"] = sums["loss"] / float(torch.tensor(2.0).double().log()) / sums["bytes"]
-        return values
+        values = self.evaluated.compute()
+        self.evaluated.reset()
+        return {f"{stage}/{name}": value for name, value in values.items()}
 
     # Generation
 
@@ -387,61 +374,6 @@ class LitLLM(L.LightningModule):
         )
 
 
-class _Window:
-    """What has gathered since the last optimizer step, and the clock of tokens per second."""
-
-    def __init__(self) -> None:
-        self.scale: int | None = None
-        self.loss_sum: Tensor | None = None
-        self.count: Tensor | None = None
-        self.trained_tokens: Tensor = torch.zeros((), dtype=torch.int64)
-        self._clock: float | None = None
-        self._paused_at: float | None = None
-        self._tokens_at_clock = 0
-
-    def add(self, loss_sum: Tensor, count: Tensor) -> None:
-        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
-        self.count = count if self.count is None else self.count + count
-
-    def totals(self, strategy: Any) -> tuple[Tensor, Tensor]:
-        """Loss sum and label tokens of the global batch, over all ranks; the window begins anew."""
-        assert self.loss_sum is not None
-        assert self.count is not None
-        both = torch.stack([self.loss_sum.double(), self.count.double()])
-        both = strategy.reduce(both, reduce_op="sum")
-        self.loss_sum = self.count = None
-        self.trained_tokens = self.trained_tokens.to(both.device) + both[1].to(torch.int64)
-        return both[0].float(), both[1].float()
-
-    def start_clock(self) -> None:
-        self._clock, self._paused_at = time.monotonic(), None
-        self._tokens_at_clock = int(self.trained_tokens)
-
-    def pause_clock(self) -> None:
-        self._paused_at = time.monotonic()
-
-    def resume_clock(self) -> None:
-        if self._clock is not None and self._paused_at is not None:
-            self._clock += time.monotonic() - self._paused_at
-        self._paused_at = None
-
-    def rate(self) -> float | None:
-        """Trained tokens a second since the last call, over all ranks; validation not counted."""
-        if self._clock is None:
-            self.start_clock()
-            return None
-        tokens, now = int(self.trained_tokens), time.monotonic()
-        rate = (tokens - self._tokens_at_clock) / max(now - self._clock, 1e-9)
-        self._clock, self._tokens_at_clock = now, tokens
-        return rate
-
-
-def _replicas(trainer: Any) -> int:
-    """Ranks over which gradients are averaged."""
-    kwargs = trainer.distributed_sampler_kwargs
-    return int(kwargs["num_replicas"]) if kwargs else 1
-
-
 def _refuse_unshifted(batch: Mapping[str, Any]) -> None:
     """Labels that equal their inputs would teach the model to copy; read on the host, once a run."""
     labels, input_ids = batch["labels"], batch["input_ids"]
@@ -455,16 +387,8 @@ def _refuse_unshifted(batch: Mapping[str, Any]) -> None:
 
 def _refuse_other_shape(saved: Mapping[str, Any], model: Transformer) -> None:
     present = model.config.to_dict()
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes = (
-        *sizes,
-        "num_key_value_heads",
-        "head_dim",
-        "tie_word_embeddings",
-        "attention_bias",
-        "use_qk_norm",
-        "norm_type",
-    )
+    sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    sizes += ["num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "use_qk_norm", "norm_type"]
     different = [f"{n} {saved[n]} there, {present[n]} here" for n in sizes if n in saved and saved[n] != present[n]]
     if different:
         raise UserError(f"the checkpoint is of another model: {'; '.join(different)}; give its model.config")

@@ -244,11 +244,15 @@ def test_one_document_goes_to_train(tmp_path: Path, tokenizer: Path) -> None:
         assert "no validation split" in summary.notes[0]
 
 
-def test_a_long_document_stays_whole(tmp_path: Path, tokenizer: Path) -> None:
-    text = "x" * 3_000_000
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "s"}, {"text": text}, {"text": "e"}])
-    prepare([path], tmp_path / "s", tokenizer=tokenizer, val_fraction=0, workers=2, shard_bytes=1000)
-    assert texts_of(TokenStore(tmp_path / "s")) == ["s", text, "e"]
+def test_a_long_document_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Path) -> None:
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 1000)
+    texts = ["s", "x" * 5000, "line of a text\n" * 500, "e"]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    for workers in (1, 2):
+        prepare([path], tmp_path / "s", tokenizer=tokenizer, val_fraction=0, workers=workers, shard_bytes=1000)
+        store = TokenStore(tmp_path / "s")
+        assert texts_of(store) == texts
+        assert [store.document(i).tolist() for i in range(4)] == Tokenizer(tokenizer).encode_batch(texts, eos=True)
 
 
 def test_a_wide_vocabulary_gets_wide_ids(tmp_path: Path) -> None:
@@ -256,7 +260,10 @@ def test_a_wide_vocabulary_gets_wide_ids(tmp_path: Path) -> None:
     ids = [1, 65535, 65536, 70000, 128009]
     (tmp_path / "a.txt").write_text(" ".join(f"w{i}" for i in ids))
     prepare([tmp_path / "a.txt"], tmp_path / "s", tokenizer=tokenizer)
-    assert TokenStore(tmp_path / "s").document(0).tolist() == [*ids, 128_255]
+    store = TokenStore(tmp_path / "s")
+    assert store.dtype == np.uint32
+    assert store.document(0).dtype == np.int64
+    assert store.document(0).tolist() == [*ids, 128_255]
 
 
 def test_a_tokenizer_is_trained_on_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +344,8 @@ def test_a_full_disk_leaves_the_old_store(tmp_path: Path, monkeypatch: pytest.Mo
 
 COMMAND = """
 import argparse, sys
-from lit_llm.data import prepare
+from lit_llm.data import encode, prepare
+encode.BATCH_CHARACTERS = 10_000
 parser = argparse.ArgumentParser()
 prepare.add_arguments(parser)
 code = prepare.run(parser.parse_args())
@@ -393,7 +401,7 @@ def test_the_options_have_defaults() -> None:
 def test_an_interrupt_leaves_nothing(tmp_path: Path, tokenizer: Path, number: signal.Signals, code: int) -> None:
     process = start("-", "--output", f"{tmp_path}/s", "--tokenizer", str(tokenizer), "--workers", "2")
     assert process.stdin is not None
-    process.stdin.write(("a line of text " * 100 + "\n") * 4_000)  # then it waits for more
+    process.stdin.write(("a line of text " * 100 + "\n") * 200)  # then it waits for more
     process.stdin.flush()
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob(".s.*.tmp/train-*.bin")) and time.monotonic() < deadline:
@@ -409,7 +417,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, tokenizer: Path, number: si
 def test_workers_end_with_a_killed_parent(tmp_path: Path, tokenizer: Path) -> None:
     process = start("-", "--output", f"{tmp_path}/s", "--tokenizer", str(tokenizer), "--workers", "2")
     assert process.stdin is not None
-    process.stdin.write(("a line of text " * 100 + "\n") * 4_000)
+    process.stdin.write(("a line of text " * 100 + "\n") * 200)
     process.stdin.flush()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.parent.exists():

@@ -14,7 +14,7 @@ from lit_llm.data import Tokenizer, TokenStore
 from lit_llm.data.store import store_dtype
 from lit_llm.data.writer import StoreWriter, new_folder
 from lit_llm.errors import UserError
-from tests.data_helpers import word_level, write_store, write_tokenizer
+from tests.data_helpers import word_level, write_store
 
 
 def documents(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -37,16 +37,6 @@ def small(words: Tokenizer, tmp_path: Path) -> Path:
 
 def test_the_width_follows_the_vocabulary() -> None:
     assert [store_dtype(n).name for n in (2, 65536, 65537, 150_000)] == ["uint16", "uint16", "uint32", "uint32"]
-
-
-def test_ids_above_16_bits_come_back(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_tokenizer(tmp_path / "t", word_level(128_256)))
-    ids = [1, 65535, 65536, 70000, 128009]
-    store = TokenStore(write_store(tmp_path / "s", tokenizer, [ids]))
-    assert store.dtype == np.uint32
-    assert store.document(0).tolist() == ids
-    assert store.document(0).dtype == np.int64
-    store.verify()
 
 
 def test_the_writer_refuses_ids_outside_the_vocabulary(words: Tokenizer, tmp_path: Path) -> None:

@@ -83,6 +83,36 @@ def test_the_trained_tokenizer_loads_in_transformers(trained: Tokenizer, tmp_pat
     assert (theirs.eos_token_id, theirs.bos_token_id) == (trained.eos_token_id, None)
 
 
+def test_pieces_of_a_long_text_have_the_ids_of_the_whole(trained: Tokenizer, tmp_path: Path) -> None:
+    rng = random.Random(2)
+    words = [
+        "the",
+        " ",
+        "\n",
+        "\r\n",
+        "\n\n  ",
+        "cat",
+        "'s",
+        "数学",
+        " on",
+        "\t",
+        "\u2028",
+        "9",
+        ".",
+        "<|endoftext|>",
+        "é",
+    ]
+    for _ in range(200):
+        text = "".join(rng.choices(words, k=rng.randint(0, 80)))
+        pieces = trained.pieces(text, 10)
+        assert "".join(pieces) == text
+        assert [i for piece in pieces for i in trained.encode(piece)] == trained.encode(text)
+    text = "the cat\n" * 20
+    assert len(trained.pieces(text, 16)) == 7
+    other = Tokenizer(write_tokenizer(tmp_path, sentencepiece_style()))
+    assert other.pieces(text, 16) == [text]
+
+
 # ------------------------------------------------------------------- BOS and EOS (cases 19, 20)
 
 

@@ -120,7 +120,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves where nothing is validated, and after the last epoch."""
-        without_validation = self._every_n_train_steps == 0 and not trainer.enable_validation
+        without_validation = self._every_n_train_steps == 0 and not _validates(trainer)
         last = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
         if (without_validation or last) and not self._should_skip_saving_checkpoint(trainer):
             self._save(trainer, None)
@@ -209,3 +209,8 @@ class RunCheckpoint(ModelCheckpoint):
 
 def _is_final(trainer: Trainer) -> bool:
     return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+
+
+def _validates(trainer: Trainer) -> bool:
+    batches = trainer.num_val_batches
+    return any(batches) if isinstance(batches, list) else bool(batches)

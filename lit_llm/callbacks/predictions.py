@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -18,9 +17,9 @@ from lit_llm.errors import UserError
 class PredictionWriter(Callback):
     """Puts the records of ``predict_step`` into one file, each as soon as it is there.
 
-    Every rank writes its own part, in the order it has them; rank 0 then merges the parts by ``index``, one line of
-    each at a time, and renames the whole. Nothing lies under the final name before it is complete. The ranks must see
-    the same file system.
+    Every rank writes its own part; rank 0 then copies the lines of all parts together by ``index``, each index once,
+    and renames the whole. Nothing lies under the final name before it is complete. The ranks must see the same file
+    system.
 
     Args:
         output: the file, replaced if there is one. Its folder is made.
@@ -52,8 +51,8 @@ class PredictionWriter(Callback):
         assert self._part is not None
         if not isinstance(outputs, list) or not all(isinstance(r, dict) and "index" in r for r in outputs):
             raise UserError(
-                f"{type(pl_module).__name__}.predict_step returned {type(outputs).__name__}; to be written to a file it "
-                "must be a list of dicts with an index each"
+                f"{type(pl_module).__name__}.predict_step returned {type(outputs).__name__}; to be written to a file "
+                "it must be a list of dicts with an index each"
             )
         for record in outputs:
             self._part.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -65,16 +64,23 @@ class PredictionWriter(Callback):
         self._part.close()
         trainer.strategy.barrier("PredictionWriter")
         if trainer.is_global_zero:
-            parts = [self._part_path(rank) for rank in range(trainer.world_size)]
-            whole = self.output.with_name(f".{self.output.name}.partial")
-            with ExitStack() as stack, whole.open("w", encoding="utf-8") as file:
-                streams = [_indexed(stack.enter_context(part.open(encoding="utf-8"))) for part in parts]
-                for _, line in heapq.merge(*streams, key=lambda pair: pair[0]):
-                    file.write(line)
-                    self.records += 1
-            os.replace(whole, self.output)
-            for part in parts:
-                part.unlink()
+            self._merge([self._part_path(rank) for rank in range(trainer.world_size)])
+
+    def _merge(self, parts: list[Path]) -> None:
+        whole = self.output.with_name(f".{self.output.name}.partial")
+        with ExitStack() as stack, whole.open("wb") as file:
+            streams: list[IO[bytes]] = [stack.enter_context(part.open("rb")) for part in parts]
+            places: dict[int, tuple[IO[bytes], int]] = {}
+            for stream in streams:
+                for index, offset in _offsets(stream):
+                    places.setdefault(index, (stream, offset))
+            for _, (stream, offset) in sorted(places.items(), key=lambda place: place[0]):
+                stream.seek(offset)
+                file.write(stream.readline())
+        os.replace(whole, self.output)
+        self.records = len(places)
+        for part in parts:
+            part.unlink()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves nothing half-written."""
@@ -86,6 +92,9 @@ class PredictionWriter(Callback):
         return self.output.with_name(f".{self.output.name}.rank{rank}.partial")
 
 
-def _indexed(lines: TextIO) -> Iterator[tuple[int, str]]:
+def _offsets(lines: IO[bytes]) -> Iterator[tuple[int, int]]:
+    """The index and the place of each line."""
+    offset = 0
     for line in lines:
-        yield json.loads(line)["index"], line
+        yield json.loads(line)["index"], offset
+        offset += len(line)

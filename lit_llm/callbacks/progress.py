@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 _SHOWN = ("train/loss", "val/loss", "train/tokens_per_second")
 
@@ -38,7 +39,7 @@ class ProgressLines(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints what validation found."""
-        if trainer.is_global_zero and trainer.training and not trainer.sanity_checking:
+        if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._print(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -24,7 +24,7 @@ class SaveConfig(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the file, on rank 0."""
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero:
             return
         path = Path(trainer.default_root_dir) / CONFIG_FILE
         path.parent.mkdir(parents=True, exist_ok=True)

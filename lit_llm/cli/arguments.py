@@ -29,7 +29,9 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+|\d[\d_]*\.[\d_]*|\.\d[\d_]*(?:[eE][-+]?\d+)?|\.(?:inf|nan))$"),
+    re.compile(
+        r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+|\d[\d_]*\.[\d_]*|\.\d[\d_]*(?:[eE][-+]?\d+)?|\.(?:inf|nan))$"
+    ),
     list("-+.0123456789"),
 )
 
@@ -41,6 +43,7 @@ class Arguments:
     words: list[str]
     model_config: Any = None  # a preset's name or a mapping of fields; None: not given
     given: set[str] = field(default_factory=set)  # names of the model's other options that were given
+    classes: dict[str, str] = field(default_factory=dict)  # of model and data, where they were given
 
 
 def prepare_arguments(words: list[str]) -> Arguments:
@@ -55,14 +58,23 @@ def prepare_arguments(words: list[str]) -> Arguments:
         section, _, rest = name.removeprefix("--").partition(".")
         path = rest.removeprefix("init_args.").split(".")
         if name in ("--config", "-c") and value is not None:
-            fields = _model_options(_read_yaml(value, "--config"))
+            content = _read_yaml(value, "--config")
+            fields = _model_options(content)
+            for part in _SECTIONS:
+                if isinstance(content.get(part), Mapping) and "class_path" in content[part]:
+                    result.classes[part] = str(content[part]["class_path"])
             if "config" in fields:
                 rewritten = result.model_config is not None or isinstance(fields["config"], str)
                 result.model_config = _merge(result.model_config, fields["config"])
             result.given |= set(fields)
             result.words += original
-        elif section not in _SECTIONS or value is None or not rest or path[-1] == "help" or rest.endswith("+"):
+        elif section in _SECTIONS and value is not None and not rest:
+            result.classes[section] = value
             result.words += original
+        elif section not in _SECTIONS or path[-1] == "help" or rest.endswith("+"):
+            result.words += original
+        elif value is None:
+            raise UserError(f"{name} has no value; give it one")
         elif section == "model" and path[0] == "config":
             changes = _load(value)
             for key in reversed(path[1:]):

@@ -58,6 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(words)
     except KeyboardInterrupt:
         return 130
+    except SystemExit as done:
+        if isinstance(done.__context__, KeyboardInterrupt):  # Lightning's own exit after Ctrl-C
+            return 130
+        if type(done).__name__ == "SIGTERMException":
+            return 143
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
     except BrokenPipeError:  # `lit-llm ... | head`: the reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -85,15 +91,16 @@ def _dispatch(words: list[str]) -> int:
 
         return run_trainer_command(command, words[1:])
     if command == "generate":
-        from lit_llm.cli import generate
+        from lit_llm.cli.generate import parser as generate_parser
+        from lit_llm.cli.generate import run as generate
 
-        return generate.run(generate.parser().parse_args(words[1:]))
+        return generate(generate_parser().parse(words[1:]))
     if command == "prepare":
         from lit_llm.data import prepare
 
         parser = OptionParser("prepare", COMMANDS["prepare"])
         prepare.add_arguments(parser)
-        return prepare.run(parser.parse_args(words[1:]))
+        return prepare.run(parser.parse(words[1:]))
     what = "option" if command.startswith("-") else "command"
     known = ["--help", "--version"] if what == "option" else list(COMMANDS)
     raise UserError(f"unknown {what} {command!r}; {did_you_mean(command, known)}")

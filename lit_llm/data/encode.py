@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -55,8 +55,8 @@ def encode_all(documents: Iterable[Document], tokenizer: Tokenizer, workers: int
         for batch in batches:
             yield _encode(tokenizer, batch)
         return
-    # fork starts at once and cannot run a script's unguarded main module again, as spawn would. The workers touch no
-    # lock that another thread may hold: their tokenizer is their own, and runs in one thread.
+    # fork starts at once, shares the tokenizer and cannot run a script's unguarded main module again, as spawn would.
+    # The workers need nothing that other threads of this process may hold: they encode in one thread.
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     processes: list[BaseProcess] = []
     idle: list[Connection] = []
@@ -66,7 +66,7 @@ def encode_all(documents: Iterable[Document], tokenizer: Tokenizer, workers: int
     try:
         for _ in range(workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, ours, tokenizer.to_files()), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, ours, tokenizer), daemon=True)
             process.start()
             processes.append(process)
             theirs.close()  # so that the worker's death is the end of the stream
@@ -117,13 +117,12 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _serve(connection: Connection, other_end: Connection, files: Mapping[str, str]) -> None:
+def _serve(connection: Connection, other_end: Connection, tokenizer: Tokenizer) -> None:
     """A worker's life: batches in, answers out, until the parent ends it or ends itself."""
     other_end.close()  # the copy here would hide the parent's end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = Tokenizer.from_files(files)
     with suppress(EOFError, ConnectionError):
         while True:
             batch = connection.recv()
@@ -139,17 +138,34 @@ def _serve(connection: Connection, other_end: Connection, files: Mapping[str, st
 
 def _encode(tokenizer: Tokenizer, batch: list[Document]) -> Encoded:
     try:
-        rows = tokenizer.encode_batch([document.text for document in batch], eos=True)
+        parts, lengths = _rows(tokenizer, [document.text for document in batch])
     except Exception:
         for document in batch:
             _encode_alone(tokenizer, document)
         raise
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    ids: np.ndarray[Any, Any] = np.fromiter(
-        chain.from_iterable(rows), store_dtype(tokenizer.vocab_size), int(lengths.sum())
-    )
     text_bytes = np.fromiter((len(document.text.encode()) for document in batch), np.int64, len(batch))
-    return Encoded(ids, lengths, text_bytes, sum(document.size for document in batch))
+    return Encoded(
+        np.concatenate(parts), np.array(lengths, np.int64), text_bytes, sum(document.size for document in batch)
+    )
+
+
+def _rows(tokenizer: Tokenizer, texts: list[str]) -> tuple[list[np.ndarray], list[int]]:
+    """Ids of ``texts``, EOS appended, as arrays to be joined, and how many of them each text has.
+
+    The library takes some hundred bytes per token while it works, so a long text goes through it in pieces.
+    """
+    dtype = store_dtype(tokenizer.vocab_size)
+    long = len(texts[-1]) > BATCH_CHARACTERS  # no other can be: a batch is full with the first one
+    rows = tokenizer.encode_batch(texts[:-1] if long else texts, eos=True)
+    lengths = [len(row) for row in rows]
+    parts = [np.fromiter(chain.from_iterable(rows), dtype, sum(lengths))]
+    if long:
+        *pieces, last = tokenizer.pieces(texts[-1], BATCH_CHARACTERS)
+        for number, piece in enumerate(pieces):
+            parts.append(np.array(tokenizer.encode(piece, bos=False if number else None), dtype))
+        parts.append(np.array(tokenizer.encode(last, bos=False if pieces else None, eos=True), dtype))
+        lengths.append(sum(map(len, parts[1:])))
+    return parts, lengths
 
 
 def _encode_alone(tokenizer: Tokenizer, document: Document) -> None:

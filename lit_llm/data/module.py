@@ -246,7 +246,7 @@ class TokenDataModule(L.LightningDataModule):
 
     def _next_step(self) -> int:
         """The optimizer step whose rows come next; always the first when Lightning overfits a few batches."""
-        return 0 if self.trainer is not None and self.trainer.overfit_batches else self._completed_steps()
+        return 0 if getattr(self.trainer, "overfit_batches", 0) else self._completed_steps()
 
     def _epochs_are_cut(self) -> bool:
         return self.trainer is not None and self.trainer.limit_train_batches != 1.0
@@ -275,7 +275,7 @@ class _TrainSampler(DistributedSampler):
         super().__init__(rows, order.num_replicas, order.rank, shuffle=False)  # type: ignore[arg-type]
         self.order, self._next_step, self._endless = order, next_step, endless
 
-    def __iter__(self) -> Iterator[np.ndarray]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[np.ndarray]:
         return self.order.epoch_from(self._next_step(), endless=self._endless())
 
     def __len__(self) -> int:
@@ -289,7 +289,7 @@ class _EvalSampler(DistributedSampler):
         super().__init__(rows, order.num_replicas, order.rank, shuffle=False)  # type: ignore[arg-type]
         self.order = order
 
-    def __iter__(self) -> Iterator[np.ndarray]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[np.ndarray]:
         return iter(self.order)
 
     def __len__(self) -> int:

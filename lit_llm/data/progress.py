@@ -21,15 +21,20 @@ class ProgressBar:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as SpeedColumn
+        from rich.table import Column
+
+        def fixed() -> Column:
+            return Column(no_wrap=True)  # so that a narrow terminal shortens the bar
 
         console = Console(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            SpeedColumn(),
-            TextColumn("{task.fields[documents]:,} documents"),
-            TimeRemainingColumn(),
+            TextColumn("{task.description}", table_column=fixed()),
+            BarColumn(bar_width=None),
+            DownloadColumn(table_column=fixed()),
+            SpeedColumn(table_column=fixed()),
+            TextColumn("{task.fields[documents]:,} documents", table_column=fixed()),
+            TimeRemainingColumn(table_column=fixed()),
+            expand=True,
             console=console,
             auto_refresh=False,
             redirect_stdout=False,

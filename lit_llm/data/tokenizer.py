@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from lit_llm.data.tokenizer_json import (
     processor_prefix,
     read_files,
     special_ids,
+    words_end_at_lines,
 )
 from lit_llm.errors import UserError
 
@@ -34,6 +36,8 @@ EOS_TOKEN = "<|endoftext|>"
 # Where no file says which token ends or begins a text: the names that base models gave them, most telling first.
 _EOS_NAMES = (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "<|im_end|>")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|bos|>", "<｜begin▁of▁sentence｜>", "[BOS]", "<|startoftext|>")
+
+_LINE_END = re.compile(r"[A-Za-z](?=\n)")
 
 
 class Tokenizer:
@@ -65,7 +69,7 @@ class Tokenizer:
     def _load(self, files: dict[str, str], origin: str) -> None:
         if TOKENIZER_FILE not in files:
             raise UserError(f"{origin}: no {TOKENIZER_FILE}")
-        self._content = parse(files, TOKENIZER_FILE, origin)
+        content = parse(files, TOKENIZER_FILE, origin)
         self._config = parse(files, CONFIG_FILE, origin)
         special_map = parse(files, "special_tokens_map.json", origin)
         model_configs = [parse(files, name, origin) for name in MODEL_FILES]
@@ -73,22 +77,22 @@ class Tokenizer:
             self._backend = load_backend(files[TOKENIZER_FILE])
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{origin}: {TOKENIZER_FILE} is no tokenizer: {error}") from error
-        self._ids = self._backend.get_vocab(with_added_tokens=True)
-        if not self._ids:
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
             raise UserError(f"{origin}: {TOKENIZER_FILE} has an empty vocabulary")
-        known = set(self._ids.values())
+        known = set(vocabulary.values())
         self.vocab_size: int = max(known) + 1
         """Number of ids: the highest one, added tokens included, plus 1."""
 
-        prefix = processor_prefix(self._content)
+        prefix = processor_prefix(content)
         if not known.issuperset(prefix):
             raise UserError(f"{origin}: the post-processor puts ids {prefix} before a text, the vocabulary lacks them")
 
         def find(kind: str, names: Sequence[str]) -> int | None:
             for config in (self._config, special_map):
                 token = _token_text(config.get(f"{kind}_token"))
-                if token in self._ids:
-                    return self._ids[token]
+                if token in vocabulary:
+                    return vocabulary[token]
                 if token is not None and kind == "eos":
                     raise UserError(f"{origin}: the vocabulary lacks {token!r}, which is named as eos_token")
             if kind == "bos" and prefix:
@@ -99,7 +103,7 @@ class Tokenizer:
                 if ids and isinstance(ids[0], int) and ids[0] in known:
                     return ids[0]
             special = special_ids(self._backend)
-            return next((self._ids[name] for name in names if self._ids.get(name) in special), None)
+            return next((vocabulary[name] for name in names if vocabulary.get(name) in special), None)
 
         self.bos_token_id: int | None = find("bos", _BOS_NAMES)
         self.eos_token_id: int | None = find("eos", _EOS_NAMES)
@@ -117,6 +121,7 @@ class Tokenizer:
             template = named[0].get("template") if named else None
         self.chat_template: str | None = template if isinstance(template, str) else None
         self._files = self._self_contained(files)
+        self._cuts_at_lines = words_end_at_lines(content)
 
     def _add_special(self, backend: tokenizers.Tokenizer) -> None:
         """Let ``backend`` know as special what only a config calls so, that decoding can leave it out."""
@@ -151,7 +156,11 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of what decides the ids: the content of tokenizer.json, EOS and what is put before a text."""
-        content = {"tokenizer": self._content, "eos": self.eos_token_id, "prefix": self._prefix}
+        content = {
+            "tokenizer": json.loads(self._files[TOKENIZER_FILE]),
+            "eos": self.eos_token_id,
+            "prefix": self._prefix,
+        }
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     # ---------------------------------------------------------------- encoding
@@ -196,6 +205,17 @@ class Tokenizer:
                 row[:0] = prefix
             row += missing_end
         return rows
+
+    def pieces(self, text: str, characters: int) -> list[str]:
+        """``text`` cut into pieces of about ``characters`` whose ids in a row are those of the whole (control tokens
+        in it being plain text); uncut where that is not certain of this tokenizer or its lines."""
+        starts = [0]
+        while self._cuts_at_lines and len(text) - starts[-1] > characters:
+            cut = _LINE_END.search(text, starts[-1] + characters)
+            if cut is None:
+                break
+            starts.append(cut.end())
+        return [text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)], strict=True)]
 
     def _prefix_for(self, bos: bool | None) -> list[int]:
         if bos is None:
@@ -251,8 +271,8 @@ class Tokenizer:
         """
         lengths = np.zeros(self.vocab_size, dtype=np.int32)
         added = self._backend.get_added_tokens_decoder()
-        measure = byte_measure(self._content)
-        for token, i in self._ids.items():
+        measure = byte_measure(json.loads(self._files[TOKENIZER_FILE]))
+        for token, i in self._backend.get_vocab(with_added_tokens=True).items():
             if i not in added:
                 lengths[i] = measure(token)
             elif not added[i].special:

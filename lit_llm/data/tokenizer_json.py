@@ -85,6 +85,22 @@ def processor_prefix(content: dict[str, Any]) -> list[int]:
     return prefix
 
 
+def words_end_at_lines(content: dict[str, Any]) -> bool:
+    """Whether no token can reach from a letter over a line end behind it.
+
+    So it is with GPT-2's way of cutting text into words, where a word holds white space only at its beginning and none
+    depends on what comes before it. Other ways are taken for unknown.
+    """
+    splitter = content.get("pre_tokenizer") or {}
+    return (
+        splitter.get("type") == "ByteLevel"
+        and splitter.get("use_regex", True)
+        and not splitter.get("add_prefix_space")
+        and content.get("normalizer") is None
+        and all(token["special"] for token in content.get("added_tokens", []))
+    )
+
+
 def byte_measure(content: dict[str, Any]) -> Callable[[str], int]:
     """The function from a token of the vocabulary to the bytes of text it stands for."""
     kinds = {part["type"] for part in _parts(content.get("decoder") or content.get("pre_tokenizer"))}

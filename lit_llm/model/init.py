@@ -42,10 +42,10 @@ def _normal(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
 
 
 def _assign(parameter: nn.Parameter, full: Tensor) -> None:
-    if hasattr(parameter, "device_mesh"):  # a DTensor: each rank takes its part of the same full tensor
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        parameter.copy_(full)
+    else:  # a DTensor: each rank takes its part of the same full tensor
         from torch.distributed.tensor import distribute_tensor
 
-        local = distribute_tensor(full.to(parameter.device), parameter.device_mesh, parameter.placements)
-        parameter.copy_(local.to(parameter.dtype))
-    else:
-        parameter.copy_(full)
+        parameter.copy_(distribute_tensor(full.to(parameter.device), mesh, getattr(parameter, "placements", None)))

@@ -251,10 +251,10 @@ class _Blockwise(torch.autograd.Function):
         grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for number, block in enumerate(plan.blocks):
             inputs = [x.detach().requires_grad_() for x in _cut(block, q, k, v)]
-            # Autocast is not active in a custom backward unless backward() was called inside it: off in both.
+            # Autocast is not active in a custom backward unless backward() was called inside it: never here.
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
                 out = plan.compute(number, *inputs)
-            block_q, block_k, block_v = torch.autograd.grad(out, inputs, grad[block.rows, block.queries])
+                block_q, block_k, block_v = torch.autograd.grad(out, inputs, grad[block.rows, block.queries])
             grad_q[block.rows, block.queries] = block_q
             grad_k[block.rows, block.keys] += block_k
             grad_v[block.rows, block.keys] += block_v

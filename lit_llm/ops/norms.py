@@ -1,4 +1,8 @@
-"""Norms (stand-in until measured)."""
+"""Normalisation over the last dimension: statistics in float32 (float64 for float64 input), results in the input's dtype."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -6,12 +10,69 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm."""
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return y.to(x.dtype) * weight
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019, section 4).
+
+    As in Llama, the normalised value is rounded to ``x``'s dtype before the gain is applied.
+
+    Args:
+        x: (..., hidden_size).
+        weight: (hidden_size,), the gain, in any floating dtype.
+        eps: added to the mean square.
+
+    Returns:
+        (..., hidden_size) in ``x``'s dtype.
+    """
+    if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
+        normalised = F.rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:], eps=eps)
+        return (normalised.to(x.dtype) * weight).to(x.dtype)
+    # Eager CPU autograd has no fused backward for F.rms_norm. Subclasses (DTensor, fake tensors) keep torch's own.
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if needs_grad and x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm."""
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (Ba et al. 2016, section 3).
+
+    Args:
+        x: (..., hidden_size).
+        weight: (hidden_size,), the gain, in any floating dtype.
+        bias: (hidden_size,) or None.
+        eps: added to the variance, which divides by hidden_size.
+
+    Returns:
+        (..., hidden_size) in ``x``'s dtype, rounded to it once at the end.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    bias = None if bias is None else bias.to(dtype)
+    return F.layer_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), bias, eps).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The formula with its gradient written out: half the passes of what autograd records for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.eps = eps
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a derivative of this one is wanted: let autograd record it
+            with torch.enable_grad():
+                out = F.rms_norm(x, x.shape[-1:], weight, ctx.eps)
+            return (*torch.autograd.grad(out, (x, weight), upstream, create_graph=True, allow_unused=True), None)
+        normalised = x * scale
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (upstream * normalised).flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[0]:
+            # d/dx: scale * (g - n * mean(g * n)) with n = x * scale and g = upstream * weight
+            grad = upstream * weight
+            mean = torch.linalg.vecdot(grad, normalised).div_(x.shape[-1]).unsqueeze(-1)
+            grad_x = grad.sub_(normalised.mul_(mean)).mul_(scale)
+        return grad_x, grad_weight, None

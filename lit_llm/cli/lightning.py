@@ -1,0 +1,279 @@
+"""fit, validate, test and predict: a LightningCLI for one command."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+from lit_llm.callbacks import PredictionWriter, RunCheckpoint, SaveConfig
+from lit_llm.checkpoint.find import CHECKPOINTS, Found, find_checkpoint, list_checkpoints
+from lit_llm.checkpoint.load import describe
+from lit_llm.cli.arguments import Arguments, prepare_arguments
+from lit_llm.cli.explain import explain
+from lit_llm.cli.processes import Children, is_first_process
+from lit_llm.cli.trainer import RunTrainer, make_trainer, refuse_unavailable
+from lit_llm.errors import UserError
+from lit_llm.model.config import preset_fields
+from lit_llm.module import LitLLM
+
+DEFAULT_ROOT = "runs/default"
+_DESCRIPTIONS = {
+    "fit": "Trains a model; checkpoints, logs and config.yaml go into --trainer.default_root_dir.",
+    "validate": "Evaluates a checkpoint on the store's validation split.",
+    "test": "Evaluates a checkpoint on the store's test split, or on validation where it has none.",
+    "predict": "Completes prompts with a checkpoint and writes a JSON object a line.",
+}
+_MORE_HELP = (
+    " The options of the model and of the data: --model.help, --data.help. All of them as they stand: --print_config. "
+    "Later files and options win; single fields of model.config add to the mapping or preset before them."
+)
+
+
+def run_trainer_command(command: str, words: list[str]) -> int:
+    """Runs ``lit-llm COMMAND WORDS``; errors as in :func:`lit_llm.cli.main.main`."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a user's own classes, also when started as a script
+    _silence()
+    RunCLI(command, prepare_arguments(words)).run()
+    return 0
+
+
+class RunCLI(LightningCLI):
+    """Parses, builds model, data and Trainer, and runs one command.
+
+    It differs from Lightning's own in what a user meets: the model's and the data's options need no class_path, errors
+    are one line, hyperparameters inside a checkpoint never win over what was typed, and `last` and `best` are found
+    from the files.
+    """
+
+    def __init__(self, command: str, arguments: Arguments) -> None:
+        self.command = command
+        self.arguments = arguments
+        self.found: Found | None = None
+        super().__init__(
+            LitLLM,
+            LightningDataModule,
+            save_config_callback=None,
+            trainer_class=RunTrainer,
+            trainer_defaults={"default_root_dir": DEFAULT_ROOT, "log_every_n_steps": 10},
+            seed_everything_default=0,
+            parser_class=RunParser,
+            parser_kwargs={
+                "prog": f"lit-llm {command}",
+                "description": _DESCRIPTIONS[command] + _MORE_HELP,
+                "allow_abbrev": False,
+            },
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=arguments.words,
+            run=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    # Options
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Defaults, checkpoints, and the links from the data to the model."""
+        parser.set_defaults(
+            {"model": {"class_path": "lit_llm.LitLLM"}, "data": {"class_path": "lit_llm.TokenDataModule"}}
+        )
+        parser.add_lightning_class_args(RunCheckpoint, "checkpoint")
+        start = "start afresh" if self.command == "fit" else "last"
+        parser.add_argument(
+            "--ckpt_path",
+            type=str | None,
+            help=f"last, best or a file; last and best are looked for in the run's folder. Without it: {start}.",
+        )
+        parser.add_argument(
+            "--weights_only",
+            type=bool | None,
+            help="false reads a checkpoint that holds other objects than plain types, and runs code that it may hold.",
+        )
+        if self.command == "predict":
+            parser.add_argument(
+                "--output", type=str | None, help="file of the completions; null: predictions.jsonl in the run's folder"
+            )
+        for name, value in (("vocab_size", self._data_vocab_size), ("seq_len", self._data_seq_len)):
+            if name not in self.arguments.given:  # what the user types wins
+                parser.link_arguments("data", f"model.init_args.{name}", compute_fn=value, apply_on="instantiate")
+
+    def _data_vocab_size(self, data: LightningDataModule) -> int | None:
+        if self.command == "predict" and self.found is not None:
+            return None  # the checkpoint's, as its tokenizer is used
+        return getattr(data, "vocab_size", None)
+
+    def _data_seq_len(self, data: LightningDataModule) -> int | None:
+        return None if self.command == "predict" else getattr(data, "seq_len", None)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parses the words; a mistake is told in one line."""
+        assert isinstance(args, list)
+        try:
+            self.config = parser.parse_args(args)
+        except ParseError as error:
+            raise UserError(explain(str(error), _known_names(parser, self.arguments.classes))) from None
+
+    # From the options to objects
+
+    def before_instantiate_classes(self) -> None:
+        """Refuses what can't run, and finds the checkpoint to start from."""
+        root = Path(self.config.trainer.default_root_dir)
+        refuse_unavailable(self.config.trainer)
+        if self.command == "fit":
+            _check_writable(root)
+        self.found = self._find_checkpoint(root)
+        if self.found is not None:
+            self._fill_from(self.found)
+
+    def _find_checkpoint(self, root: Path) -> Found | None:
+        which = self.config.ckpt_path
+        if which is None and self.command == "fit":
+            return None
+        found = find_checkpoint(root, which or "last", weights_only=self.config.weights_only is not False)
+        if found is None:
+            place = root / CHECKPOINTS
+            if self.command != "fit":
+                raise UserError(
+                    f"{self.command} needs a checkpoint and there is none in {place}; train one by `lit-llm fit`, or "
+                    "give --ckpt_path FILE or the run's --trainer.default_root_dir"
+                )
+            say(f"no checkpoint in {place}: training starts afresh")
+            return None
+        for line in found.skipped:
+            say(f"passed over: {line}")
+        say(f"checkpoint: {found.path} (step {found.content.get('global_step', 'unknown')})")
+        if self.command == "fit" and "optimizer_states" not in found.content:
+            raise UserError(f"{found.path} holds weights only, without what resuming needs; give another --ckpt_path")
+        return found
+
+    def _fill_from(self, found: Found) -> None:
+        """What the user did not say of the model's shape comes from the checkpoint."""
+        saved, _ = describe(found.content, found.path)
+        init_args = self.config.model.get("init_args")
+        if saved is None or init_args is None or "config" not in init_args:
+            return
+        if self.arguments.model_config is None:
+            init_args["config"] = saved
+        elif self.command != "fit":
+            init_args["config"] = {**saved, **_fields(self.arguments.model_config)}
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The Trainer with the callbacks of this command."""
+        settings = {**self.config_init.trainer.as_dict(), **kwargs}
+        save_config = SaveConfig(self._dumped()) if self.command == "fit" else None
+        return make_trainer(self.command, settings, self.config_init.checkpoint, save_config, self.config.get("output"))
+
+    def _dumped(self) -> str:
+        config = self.config.clone()
+        config["ckpt_path"] = None  # says where this process began, not what the run is
+        return self.parser.dump(config, skip_none=False)
+
+    # The run
+
+    def run(self) -> None:
+        """Runs the command."""
+        trainer = self.trainer
+        run = getattr(trainer, self.command)
+        options: dict[str, Any] = {"return_predictions": False} if self.command == "predict" else {}
+        ckpt_path = None if self.found is None else str(self.found.path)
+        self.found = None  # lets the mapped file go
+        with Children(trainer):
+            try:
+                run(
+                    self.model,
+                    datamodule=self.datamodule,
+                    ckpt_path=ckpt_path,
+                    weights_only=self.config.weights_only,
+                    **options,
+                )
+            except RuntimeError as error:
+                if not str(error).startswith("Error(s) in loading state_dict"):
+                    raise
+                raise UserError(
+                    f"{ckpt_path} does not fit {type(self.model).__name__}: {' '.join(str(error).split())[:300]}; give "
+                    "the --model and model.config that it was trained with"
+                ) from error
+        if is_first_process():
+            self._report()
+
+    def _report(self) -> None:
+        """Says where the results lie."""
+        root = self.trainer.default_root_dir
+        if self.command == "fit":
+            print(f"run: {root}" + "".join(f", last checkpoint: {path}" for path in list_checkpoints(root)[:1]))
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, PredictionWriter):
+                print(f"{callback.records} completion{'' if callback.records == 1 else 's'} in {callback.output}")
+
+
+class ParseError(Exception):
+    """What jsonargparse does not accept, in its own many lines."""
+
+
+class RunParser(LightningArgumentParser):
+    """Raises where Lightning's prints the usage and exits."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raises ParseError."""
+        raise ParseError(message) from ex
+
+
+def _silence() -> None:
+    """Drops what Lightning says of itself rather than of the run."""
+    for text in (
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+        r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided",
+        r"The '\w+_dataloader' does not have many workers",
+    ):
+        warnings.filterwarnings("ignore", message=text)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return "Tip:" not in record.getMessage()
+
+
+def say(line: str) -> None:
+    """A line to the user, once over all processes."""
+    if is_first_process():
+        print(line, file=sys.stderr, flush=True)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """The fields that the user gave; a preset's size of vocabulary and context follow the data, so they are none."""
+    given = {"preset": config} if isinstance(config, str) else dict(config)
+    if "preset" not in given:
+        return given
+    preset = preset_fields(given.pop("preset"))
+    del preset["vocab_size"], preset["max_position_embeddings"]
+    return {**preset, **given}
+
+
+def _check_writable(folder: Path) -> None:
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise UserError(f"trainer.default_root_dir {folder}: {place} is a file, not a folder; choose another")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"trainer.default_root_dir {folder}: {place} can't be written to; choose another")
+
+
+def _known_names(parser: LightningArgumentParser, classes: dict[str, str]) -> set[str]:
+    """Names of all options, those of the chosen classes included."""
+    names = {action.dest for action in parser._actions}
+    for words in ([], *([f"--{section}={path}"] for section, path in classes.items())):
+        with contextlib.suppress(Exception):
+            config: Namespace = parser.parse_args(words)
+            names |= set(config.keys())
+    return names

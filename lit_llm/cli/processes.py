@@ -1,0 +1,63 @@
+"""The processes of one machine under ddp: one error line, one exit code, nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+_POLL_S = 0.2
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that speaks to the user."""
+    return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("NODE_RANK", "0") == "0"
+
+
+class Children:
+    """Watches the processes that Lightning starts for the other ranks, while a command runs.
+
+    If one of them fails, it has told why: the others are ended and this process exits with its code, where Lightning
+    would kill this one too. If this one fails, the others are ended before its error is printed, so that what they have
+    to say of the lost connection does not come last.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="children")
+
+    def __enter__(self) -> Children:
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._watcher.join()
+        if error is not None:
+            self._end()
+
+    def _processes(self) -> list[Any]:
+        return list(getattr(self._trainer.strategy.launcher, "procs", []))
+
+    def _watch(self) -> None:
+        while not self._done.wait(_POLL_S):
+            codes = [process.poll() for process in self._processes()]
+            failed = [code for code in codes if code]
+            # Negative: by a signal that somebody else sent. Lightning's own watch deals with that.
+            if failed and failed[0] > 0:
+                self._end()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(failed[0])
+
+    def _end(self) -> None:
+        for process in self._processes():
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()

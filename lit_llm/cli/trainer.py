@@ -1,0 +1,105 @@
+"""The Trainer of the command line: Lightning's, with a run's folder, checkpoints and progress."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar, RichProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lit_llm.callbacks import PredictionWriter, ProgressLines
+from lit_llm.errors import UserError
+
+PREDICTIONS = "predictions.jsonl"
+
+
+class RunTrainer(Trainer):
+    """Lightning's Trainer.
+
+    The four limits are declared again because jsonargparse, given Lightning's own declaration, reads 1 as 1.0, which is
+    all batches instead of one.
+
+    Args:
+        limit_train_batches: batches of an epoch to train on: a whole number, or a share of them as a float.
+        limit_val_batches: likewise for validation.
+        limit_test_batches: likewise for test.
+        limit_predict_batches: likewise for predict.
+    """
+
+    def __init__(
+        self,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            limit_test_batches=limit_test_batches,
+            limit_predict_batches=limit_predict_batches,
+            **kwargs,
+        )
+
+
+def refuse_unavailable(settings: Any) -> None:
+    """Raises UserError for what this lit-llm does not offer."""
+    strategy = settings.strategy
+    name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
+    if name.startswith("fsdp") or name.endswith("FSDPStrategy"):
+        raise UserError(f"trainer.strategy {name} is not there yet; use ddp, or one device")
+
+
+def make_trainer(
+    command: str, settings: dict[str, Any], checkpoint: Callback, save_config: Callback | None, output: str | None
+) -> Trainer:
+    """The Trainer for a command.
+
+    The user's callbacks come first. fit adds checkpoints, the saved configuration and a TensorBoard log in ``logs/`` of
+    the run's folder; predict the writer of its file; all show progress, as a bar on a terminal and as lines elsewhere.
+
+    Args:
+        command: fit, validate, test or predict.
+        settings: arguments of the Trainer.
+        checkpoint: writes the checkpoints of fit.
+        save_config: writes the configuration of fit.
+        output: file for predict; None: in the run's folder.
+
+    Raises:
+        UserError: settings that contradict each other or this machine.
+    """
+    callbacks = settings.get("callbacks") or []
+    callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    root = settings["default_root_dir"]
+    if command == "predict":
+        callbacks.append(PredictionWriter(output or Path(root) / PREDICTIONS))
+    if not settings["barebones"]:
+        if command == "fit":
+            if settings["enable_checkpointing"] is not False:
+                callbacks.append(checkpoint)
+            if save_config is not None and not settings["fast_dev_run"]:
+                callbacks.append(save_config)
+            if settings["logger"] in (None, True):
+                settings["logger"] = TensorBoardLogger(root, name="", version="logs")
+        else:
+            settings["logger"] = settings["logger"] or False
+            if not any(isinstance(one, Checkpoint) for one in callbacks):
+                settings["enable_checkpointing"] = False
+        if settings["enable_progress_bar"] is None and not any(isinstance(one, ProgressBar) for one in callbacks):
+            terminal = sys.stdout.isatty()
+            settings["enable_progress_bar"] = terminal
+            callbacks.append(RichProgressBar() if terminal else ProgressLines())
+    try:
+        trainer = RunTrainer(**{**settings, "callbacks": callbacks})
+    except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+        raise UserError(f"trainer: {' '.join(str(error).split())}") from error
+    asked = str(settings["precision"])
+    if asked in ("16", "16-mixed") and trainer.precision != "16-mixed":
+        device = trainer.strategy.root_device.type
+        raise UserError(f"trainer.precision {asked} does not exist on {device}; use bf16-mixed or 32-true")
+    return trainer
