@@ -4,7 +4,7 @@
     python benchmarks/loss.py --sizes 2048x288x8192 --threads 2 --rounds 5
 
 Each measurement is a process of its own, contenders take turns within a round, and the table shows medians over the
-rounds. "memory" is the peak of the resident set above the inputs and the gradients; "of logits" is that as a share of
+rounds ("cpu s": processor time over all threads, steadier on a busy machine). "memory" is the peak of the resident set above the inputs and the gradients; "of logits" is that as a share of
 the full float32 logits. Linux only. The rows go to benchmarks/results/loss.json as well.
 """
 
@@ -24,7 +24,7 @@ SIZES = ["4096x768x128256", "2048x768x32000", "2048x288x32000", "2048x768x8192",
 CONTENDERS = ["full", "chunked", "torch"]
 RESULTS = Path(__file__).parent / "results" / "loss.json"
 MIB = 2**20
-WIDTHS = (18, 7, 9, 8, 7, 10, 9)
+WIDTHS = (18, 7, 9, 8, 7, 8, 10, 9)
 
 
 def resident_bytes(kind: str) -> int:
@@ -34,7 +34,7 @@ def resident_bytes(kind: str) -> int:
 
 
 def measure(contender: str, size: str, threads: int, chunk_size: int | None, repeats: int) -> dict[str, float]:
-    """Seconds of a forward and backward pass (median of ``repeats``) and bytes of the first one's peak."""
+    """Wall and processor seconds of a forward and backward pass (medians of ``repeats``), bytes of the first's peak."""
     import torch
     import torch.nn.functional as F
 
@@ -60,19 +60,20 @@ def measure(contender: str, size: str, threads: int, chunk_size: int | None, rep
         weight = (torch.randn(vocab_size, hidden_size) * 0.02).requires_grad_()
         return hidden, weight, torch.randint(vocab_size, (tokens,))
 
-    def step(hidden: Any, weight: Any, labels: Any) -> float:
+    def step(hidden: Any, weight: Any, labels: Any) -> tuple[float, float]:
         hidden.grad = weight.grad = None
-        start = time.perf_counter()
+        start, start_processor = time.perf_counter(), time.process_time()
         (loss_function(hidden, weight, labels) / len(labels)).backward()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - start_processor
 
     step(*inputs(8, 64, 512))  # loads the libraries
     hidden, weight, labels = inputs(*map(int, size.split("x")))
     before = resident_bytes("VmRSS")
-    seconds = [step(hidden, weight, labels)]
+    times = [step(hidden, weight, labels)]
     memory = resident_bytes("VmHWM") - before - hidden.nbytes - weight.nbytes
-    seconds += [step(hidden, weight, labels) for _ in range(repeats)]
-    return {"seconds": statistics.median(seconds[-max(repeats, 1) :]), "bytes": memory}
+    times += [step(hidden, weight, labels) for _ in range(repeats)]
+    wall, processor = (statistics.median(column) for column in zip(*times[-max(repeats, 1) :], strict=True))
+    return {"seconds": wall, "processor_seconds": processor, "bytes": memory}
 
 
 def in_process(**arguments: Any) -> dict[str, float]:
@@ -83,7 +84,7 @@ def in_process(**arguments: Any) -> dict[str, float]:
 
 def run(sizes: list[str], threads: list[int], contenders: list[str], rounds: int, chunk_size: int | None) -> list[dict]:
     rows = []
-    columns = ("size", "threads", "contender", "seconds", "of full", "memory MiB", "of logits")
+    columns = ("size", "threads", "contender", "seconds", "of full", "cpu s", "memory MiB", "of logits")
     print(" ".join(f"{name:>{width}}" for name, width in zip(columns, WIDTHS, strict=True)))
     for size in sizes:
         tokens, _, vocab_size = map(int, size.split("x"))
@@ -95,7 +96,9 @@ def run(sizes: list[str], threads: list[int], contenders: list[str], rounds: int
                     arguments = {"contender": name, "size": size, "threads": count, "repeats": repeats}
                     found[name].append(in_process(**arguments, chunk_size=chunk_size))
             medians = {
-                name: {key: statistics.median(r[key] for r in results) for key in ("seconds", "bytes")}
+                name: {
+                    key: statistics.median(r[key] for r in results) for key in ("seconds", "processor_seconds", "bytes")
+                }
                 for name, results in found.items()
             }
             for name, median in medians.items():
@@ -103,7 +106,7 @@ def run(sizes: list[str], threads: list[int], contenders: list[str], rounds: int
                 of_logits = median["bytes"] / (4 * tokens * vocab_size)
                 print(
                     f"{size:>18} {count:>7} {name:>9} {median['seconds']:>8.3f} {of_full:>7.2f} "
-                    f"{median['bytes'] / MIB:>10.1f} {of_logits:>9.1%}",
+                    f"{median['processor_seconds']:>8.3f} {median['bytes'] / MIB:>10.1f} {of_logits:>9.1%}",
                     flush=True,
                 )
                 rows.append({"size": size, "threads": count, "contender": name, "rounds": rounds, **median})

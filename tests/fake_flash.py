@@ -6,12 +6,20 @@ kernels refuse or, worse, silently get wrong, and computes by an own explicit fo
 
 from __future__ import annotations
 
+import importlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from lit_llm.ops import flash, sdpa
+
+# The function hides its module: an attribute of the package goes by the same name.
+_choosing = importlib.import_module("lit_llm.ops.attention")
 
 # The keywords of each function after the tensors that may be given by position; a star marks one that must be given.
 _DENSE = {
@@ -115,7 +123,6 @@ class FakePackage:
                 raise AssertionError(f"FlashAttention-4 takes None for unlimited, got {window}")
             window = tuple(-1 if side is None else side for side in window)
         assert all(type(side) is int and side >= -1 for side in window)
-        assert options.get("dropout_p", 0.0) == 0.0
         assert type(options["softmax_scale"]) is float
         assert type(options["causal"]) is bool
         assert type(options["softcap"]) is float
@@ -167,3 +174,25 @@ def fake_varlen_attn(newest_parameter: str) -> Callable[..., Tensor]:
         return run(query, key, value, cu_seq_q, scale, window_size)
 
     return {"is_causal": with_is_causal, "window_size": with_window, "enable_gqa": with_gqa}[newest_parameter]
+
+
+def use_flash(monkeypatch: pytest.MonkeyPatch, *packages: FakePackage, capability: tuple[int, int] = (9, 0)) -> None:
+    """Install fake packages, the others absent, and let flash-attn run on the CPU in float32."""
+    for generation, name in flash._MODULES.items():
+        found = [package for package in packages if package.generation == generation]
+        monkeypatch.setitem(sys.modules, name, found[0].module() if found else None)
+    monkeypatch.setattr(flash, "device_problem", lambda needs: None)
+    monkeypatch.setattr(flash, "compute_capability", lambda device: capability)
+    clear_decisions()
+
+
+def use_varlen(monkeypatch: pytest.MonkeyPatch, newest_parameter: str) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_varlen_attn(newest_parameter))
+    monkeypatch.setattr(sdpa, "_varlen_device", lambda needs: True)
+    clear_decisions()
+
+
+def clear_decisions() -> None:
+    flash._found.clear()
+    for cached in (flash.pick, _choosing._choose, _choosing._announce, sdpa._varlen_parameters):
+        cached.cache_clear()

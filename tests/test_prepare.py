@@ -85,6 +85,15 @@ def test_folders_and_globs_are_sorted_and_counted(tmp_path: Path) -> None:
     assert read(odd) == ["odd"]
 
 
+def test_order_is_by_name_not_by_the_file_system(tmp_path: Path) -> None:
+    names = [f"{folder}/{file}.txt" for folder in range(12) for file in range(3)]
+    random.Random(0).shuffle(names)
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read(tmp_path) == sorted(names, key=lambda name: name.split("/"))
+
+
 def test_stdin_is_a_document_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Path) -> None:
     def pipe(content: bytes) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
@@ -291,6 +300,7 @@ def test_options_that_contradict(tmp_path: Path, tokenizer: Path) -> None:
         ({"val_fraction": float("nan")}, "val_fraction .* not nan"),
         ({"workers": 0}, "workers must be at least 1, not 0"),
         ({"vocab_size": 200}, "vocab_size 200 is too small"),
+        ({"vocab_size": 10**12}, "vocab_size 1000000000000 is too large"),
         ({"tokenizer": tokenizer, "vocab_size": 999}, "999 contradicts the tokenizer's 261"),
         ({"tokenizer": no_eos}, r'no EOS token.*\{"eos_token": "..."\} into a tokenizer_config.json'),
         ({"tokenizer": tmp_path / "gone"}, "no tokenizer at"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,24 @@ def test_a_failure_leaves_the_old_store(words: Tokenizer, small: Path) -> None:
             _write_and_fail(small, words, error)
         assert {path.name: path.read_bytes() for path in small.iterdir()} == before
         assert [path.name for path in small.parent.iterdir()] == [small.name]
+
+
+def test_a_failed_rename_puts_the_old_store_back(
+    words: Tokenizer, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = TokenStore(small).fingerprint
+    rename = os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if source.suffix == ".tmp":
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(UserError, match="Input/output error"):
+        write_store(small, words, [[1]])
+    assert TokenStore(small).fingerprint == before
+    assert [path.name for path in small.parent.iterdir()] == [small.name]
 
 
 def test_a_store_is_replaced_as_a_whole(words: Tokenizer, small: Path, tmp_path: Path) -> None:

@@ -87,8 +87,6 @@ class RunCheckpoint(ModelCheckpoint):
         """Settles the folder, and removes what killed saves have left in it."""
         folder = self.dirpath or os.path.join(trainer.default_root_dir, "checkpoints")
         self.dirpath = os.path.realpath(trainer.strategy.broadcast(folder))
-        resumed = trainer.ckpt_path
-        self._resumed_here = resumed is not None and os.path.dirname(os.path.realpath(resumed)) == self.dirpath
         if stage == "fit" and trainer.is_global_zero:
             for path in Path(self.dirpath).glob(".*.partial"):
                 path.unlink(missing_ok=True)
@@ -197,6 +195,11 @@ class RunCheckpoint(ModelCheckpoint):
         """The files of this run, beside what ModelCheckpoint keeps."""
         files = [{"name": one.name, "step": one.step, "score": one.score} for one in self._saved]
         return {**super().state_dict(), "files": files}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Notes whether the run goes on in its own folder; called before the state is loaded."""
+        path = trainer.ckpt_path
+        self._resumed_here = path is not None and os.path.dirname(os.path.realpath(path)) == self.dirpath
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the earlier files over as this run's own if it was resumed from one of them, in their folder."""

@@ -41,7 +41,7 @@ Begin with:
 """
 
 # How long a rank other than the first keeps an error to itself: rank 0 mostly meets the same one and ends the run.
-_PATIENCE_S = 3.0
+_PATIENCE_S = 1.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,10 +6,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
+USER_MISTAKE = 2  # the exit code
 _POLL_S = 0.2
+_LAST_WORDS_S = 3.0  # more than the time for which a child keeps its error to itself
 
 
 def is_first_process() -> bool:
@@ -39,11 +42,26 @@ class Children:
     ) -> None:
         self._done.set()
         self._watcher.join()
-        if error is not None:
-            self._end()
+        if error is None:
+            return
+        mistaken = "onnection" in str(error) and self._a_child_told_a_mistake()
+        self._end()
+        if mistaken:  # what this process met is only the lost connection
+            raise SystemExit(USER_MISTAKE) from None
 
     def _processes(self) -> list[Any]:
         return list(getattr(self._trainer.strategy.launcher, "procs", []))
+
+    def _a_child_told_a_mistake(self) -> bool:
+        give_up = time.monotonic() + _LAST_WORDS_S
+        while processes := self._processes():
+            codes = [process.poll() for process in processes]
+            if USER_MISTAKE in codes:
+                return True
+            if None not in codes or time.monotonic() > give_up:
+                return False
+            time.sleep(_POLL_S / 4)
+        return False
 
     def _watch(self) -> None:
         while not self._done.wait(_POLL_S):

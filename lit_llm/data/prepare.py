@@ -27,7 +27,7 @@ import numpy as np
 from lit_llm.data.encode import Encoded, default_workers, encode_all
 from lit_llm.data.progress import ProgressBar
 from lit_llm.data.sources import STDIN, Listing, SourceFile, list_files, read_documents
-from lit_llm.data.tokenizer import Tokenizer, train_tokenizer
+from lit_llm.data.tokenizer import Tokenizer, check_vocab_size, train_tokenizer
 from lit_llm.data.tokenizer_json import CONFIG_FILE
 from lit_llm.data.writer import SHARD_BYTES, StoreWriter, new_folder
 from lit_llm.errors import UserError
@@ -77,7 +77,8 @@ class Summary:
             lines.append("skipped: " + ", ".join(f"{count:,} {why}" for why, count in sorted(self.skipped.items())))
         lines += [f"note: {note}" for note in self.notes]
         speed = self.total("bytes") / 1e6 / max(self.seconds, 1e-9)
-        lines.append(f"wrote {self.output} in {self.seconds:.1f} s ({speed:.1f} MB/s, {self.workers} workers)")
+        workers = "1 process" if self.workers == 1 else f"{self.workers} processes"
+        lines.append(f"wrote {self.output} in {self.seconds:.1f} s ({speed:.1f} MB/s, {workers})")
         return Group(table, *(Text(line) for line in lines))
 
 
@@ -104,8 +105,8 @@ def prepare(
         vocab_size: ids of the trained tokenizer, 8192 by default.
         text_key: key of the text in .jsonl lines.
         val_fraction: share of the documents that goes to the split ``val``, by a hash of (seed, document number). The
-            default is 2%: with some hundred documents enough for a steady loss. With two documents or more neither
-            split is left empty; 0 makes no ``val``.
+            default, 2%, suits large inputs; a few hundred documents want 5% or more for a steady loss. With two
+            documents or more neither split is left empty; 0 makes no ``val``.
         workers: processes that tokenize; default: a process per usable CPU, fewer for little text. The result does
             not depend on it.
         seed: of the split and of the tokenizer's sample.
@@ -124,8 +125,8 @@ def prepare(
     given = tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
     if given is not None:
         _check_given(given, vocab_size, tokenizer)
-    elif vocab_size is not None and vocab_size < 257:
-        raise UserError(f"vocab_size {vocab_size} is too small: 256 bytes and EOS need 257")
+    elif vocab_size is not None:
+        check_vocab_size(vocab_size)
     listing = list_files(inputs)
     notes = []
     with new_folder(Path(output)) as folder, ProgressBar(progress) as bar:
@@ -308,5 +309,5 @@ def run(args: Namespace) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
-    Console().print(summary)
+    Console().print(summary, soft_wrap=True)
     return 0

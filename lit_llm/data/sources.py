@@ -158,7 +158,10 @@ def _expand(entry: str, skipped: Counter[str]) -> list[SourceFile]:
         paths = [m for m in matches if os.path.isfile(m)] + [p for m in folders for p in _walk(str(m), skipped)]
         what = "pattern"
     else:
-        raise UserError(f"no such file or folder: {entry or repr(entry)}; see to the path")
+        raise UserError(
+            f"no such file or folder: {entry or repr(entry)}; inputs are files, folders, quoted globs, - for stdin and "
+            f"{PYTHON_STDLIB}"
+        )
     known = [p for p in paths if p.suffix.lower() in _READERS]
     skipped[OTHER_SUFFIX] += len(paths) - len(known)
     if not known:

@@ -76,7 +76,7 @@ class Tokenizer:
         try:
             self._backend = load_backend(files[TOKENIZER_FILE])
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{origin}: {TOKENIZER_FILE} is no tokenizer: {error}") from error
+            raise UserError(f"{origin}: no valid {TOKENIZER_FILE}: {error}") from error
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"{origin}: {TOKENIZER_FILE} has an empty vocabulary")
@@ -300,13 +300,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192, *, min_frequen
     depends on the texts alone. A corpus with too few pairs that occur ``min_frequency`` times gives fewer ids.
 
     Raises:
-        UserError: ``vocab_size`` below 257 (256 bytes and EOS).
+        UserError: ``vocab_size`` below 257 (256 bytes and EOS) or beyond a million.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise UserError(f"vocab_size {vocab_size} is too small: 256 bytes and {EOS_TOKEN} need 257")
+    check_vocab_size(vocab_size)
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -323,6 +322,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192, *, min_frequen
     return Tokenizer.from_files(
         {TOKENIZER_FILE: backend.to_str(pretty=True), CONFIG_FILE: json.dumps(config, indent=2)}
     )
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """UserError unless a tokenizer of this size can be trained."""
+    if vocab_size < 257:
+        raise UserError(f"vocab_size {vocab_size} is too small: 256 bytes and {EOS_TOKEN} need 257")
+    if vocab_size > 1_000_000:  # the library would allocate for it at once
+        raise UserError(f"vocab_size {vocab_size} is too large: the limit is 1000000")
 
 
 def _batched(texts: Iterable[str], characters: int = 1 << 20) -> Iterator[list[str]]:

@@ -49,9 +49,9 @@ def parse(files: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
     try:
         content = json.loads(files[name])
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{origin}: {name} is not JSON: {error}") from error
+        raise UserError(f"{origin}: no valid {name}: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{origin}: {name} holds no JSON object")
+        raise UserError(f"{origin}: no valid {name}: it holds no JSON object")
     return content
 
 

@@ -38,38 +38,45 @@ class KVCache:
                 f"{capacity} tokens are more than the model's context of {config.max_position_embeddings} "
                 "(max_position_embeddings); shorten the prompt or lower max_new_tokens"
             )
-        # (batch, kv_heads, capacity, head_dim): the keys of one head lie side by side, as decoding reads them.
+        # The keys of one head lie side by side in memory, as decoding reads them; seen as (batch, capacity, kv_heads,
+        # head_dim), as attention takes them.
         shape = (batch_size, config.kv_heads, capacity, config.head_size)
         layers = range(config.num_hidden_layers)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype).transpose(1, 2) for _ in layers]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype).transpose(1, 2) for _ in layers]
         self.capacity = capacity
-        self.lengths: list[int] = [0] * batch_size
+        self.lengths: list[int] = []
         self.device_lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self._rows = torch.arange(batch_size, device=device)
+        self._rows = torch.arange(batch_size, device=device)[:, None]
+        self._set_lengths([0] * batch_size)
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        # What all layers of a forward ask for again and again is worked out once.
+        self.lengths = lengths
+        self.longest = max(lengths)
+        self.uniform = min(lengths) == self.longest  # whether all rows have the same length
+        self._positions: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
         """Rows."""
         return len(self.lengths)
 
-    @property
-    def uniform(self) -> bool:
-        """Whether all rows have the same length."""
-        return min(self.lengths) == max(self.lengths)
-
     def position_ids(self, seq_len: int) -> Tensor:
         """Positions of the next ``seq_len`` tokens: (batch, seq_len), or (1, seq_len) when all rows have one length."""
-        if self.uniform:
-            start = self.lengths[0]
-            return torch.arange(start, start + seq_len, device=self.device_lengths.device)[None]
-        return self.device_lengths[:, None] + torch.arange(seq_len, device=self.device_lengths.device)
+        if self._positions is None or self._positions.shape[1] != seq_len:
+            device = self.device_lengths.device
+            if self.uniform:
+                self._positions = torch.arange(self.longest, self.longest + seq_len, device=device)[None]
+            else:
+                self._positions = self.device_lengths[:, None] + torch.arange(seq_len, device=device)
+        return self._positions
 
     def check_room(self, seq_len: int) -> None:
         """Raises UserError when the longest row has no room for ``seq_len`` more tokens."""
-        if max(self.lengths) + seq_len > self.capacity:
+        if self.longest + seq_len > self.capacity:
             raise UserError(
-                f"the cache holds {self.capacity} tokens a row and {max(self.lengths)} + {seq_len} are asked for; "
+                f"the cache holds {self.capacity} tokens a row and {self.longest} + {seq_len} are asked for; "
                 "make it with a larger capacity"
             )
 
@@ -86,22 +93,20 @@ class KVCache:
         """
         seq_len = k.shape[1]
         keys, values = self.keys[layer], self.values[layer]
-        end = max(self.lengths) + seq_len
+        end = self.longest + seq_len
         if self.uniform:
-            keys[:, :, end - seq_len : end] = k.transpose(1, 2)
-            values[:, :, end - seq_len : end] = v.transpose(1, 2)
-            lengths = None
-        else:
-            places = self.device_lengths[:, None] + torch.arange(seq_len, device=keys.device)
-            keys[self._rows[:, None], :, places] = k.to(keys.dtype)
-            values[self._rows[:, None], :, places] = v.to(values.dtype)
-            lengths = self.device_lengths + seq_len
-        return keys[:, :, :end].transpose(1, 2), values[:, :, :end].transpose(1, 2), lengths
+            keys[:, self.longest : end] = k
+            values[:, self.longest : end] = v
+            return keys[:, :end], values[:, :end], None
+        rows, places = self._rows[: self.batch_size], self.position_ids(seq_len)
+        keys[rows, places] = k.to(keys.dtype)
+        values[rows, places] = v.to(values.dtype)
+        return keys[:, :end], values[:, :end], self.device_lengths + seq_len
 
     def advance(self, new_lengths: Sequence[int] | int) -> None:
         """Moves each row on by its number of real tokens; what lies behind is overwritten by the next update."""
         steps = [new_lengths] * self.batch_size if isinstance(new_lengths, int) else list(new_lengths)
-        self.lengths = [length + step for length, step in zip(self.lengths, steps, strict=True)]
+        self._set_lengths([length + step for length, step in zip(self.lengths, steps, strict=True)])
         if isinstance(new_lengths, int):
             self.device_lengths += new_lengths
         else:
@@ -112,7 +117,6 @@ class KVCache:
         index = torch.tensor(rows, device=self.device_lengths.device)
         for tensors in (self.keys, self.values):
             for layer, tensor in enumerate(tensors):
-                tensors[layer] = tensor[index]
-        self.lengths = [self.lengths[row] for row in rows]
+                tensors[layer] = tensor.transpose(1, 2)[index].transpose(1, 2)
         self.device_lengths = self.device_lengths[index]
-        self._rows = self._rows[: len(rows)]
+        self._set_lengths([self.lengths[row] for row in rows])

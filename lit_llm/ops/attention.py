@@ -152,9 +152,9 @@ def _run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Ten
         backend = _choose(*needs_of(q, k, v, problem))
     if backend == "flash":
         needs = needs_of(q, k, v, problem)
-        found, why_not = flash.pick(*needs)
-        if found is not None:
-            return flash.flash_attention(q, k, v, problem, found)
+        generation, why_not = flash.pick(*needs)
+        if generation is not None:
+            return flash.flash_attention(q, k, v, problem, generation)
         # A choice of the user's for a whole model: what a cache needs beyond the package is not the user's mistake.
         if problem.key_lengths is None or flash.pick(*needs._replace(key_lengths=False))[0] is None:
             raise UserError(f"attention backend 'flash' cannot run: {why_not}; use backend='auto' or 'sdpa'")
@@ -177,13 +177,13 @@ def _choose(*fields: Any) -> str:
 
 
 def _choose_on_cuda(needs: Needs) -> tuple[str, str]:
-    found, why_not = flash.pick(*needs)
+    generation, why_not = flash.pick(*needs)
     beyond = [name for name in ("window", "softcap", "documents", "key_lengths") if getattr(needs, name)]
     why = f"for {needs.dtype} with {', '.join(beyond)}" if beyond else f"for {needs.dtype}"
-    if found is not None:
+    if generation is not None:
         # cuDNN through SDPA is faster than FlashAttention-2 from Hopper on, where it can serve.
-        if found.generation > 2 or beyond or flash.compute_capability(needs.device)[0] < 9:
-            return "flash", f"FlashAttention-{found.generation} {why}"
+        if generation > 2 or beyond or flash.compute_capability(needs.device)[0] < 9:
+            return "flash", f"FlashAttention-{generation} {why}"
         return "sdpa", f"cuDNN or flash {why}: faster here than FlashAttention-2"
     if needs.documents and sdpa.varlen_limit(needs) is None:
         return "sdpa", f"torch's varlen_attn {why}: {why_not}"

@@ -87,3 +87,9 @@ def needs_of(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Needs:
 def wants_gradients(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether this call is part of a backward pass."""
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+@decided_once
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device: (9, 0) is Hopper."""
+    return torch.cuda.get_device_capability(device)

@@ -7,7 +7,6 @@ head_dim), align a causal mask bottom-right, and give zeros for a query without 
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_llm.ops.attention_problem import HALF, Needs, Problem, decided_once
+from lit_llm.ops.attention_problem import HALF, Needs, Problem, compute_capability, decided_once
 
 # Found by the function: with FlashAttention-4 alone `import flash_attn` succeeds as an empty namespace.
 _MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
@@ -26,27 +25,31 @@ _ORDER = {8: (2,), 9: (3, 4, 2), 10: (4, 2), 11: (4, 2), 12: (4, 2)}
 class Flash(NamedTuple):
     """The functions of one generation."""
 
-    generation: int
     dense: Callable[..., Any]
     varlen: Callable[..., Any]
     kvcache: Callable[..., Any] | None  # FlashAttention-4 has none
 
 
-@functools.cache
+# What was found, by generation; a plain dictionary, which torch.compile can look into.
+_found: dict[int, Flash | str] = {}
+
+
 def probe(generation: int) -> Flash | str:
     """The functions of one generation, or why it is absent. Imports the package at the first call, never before."""
-    name = _MODULES[generation]
-    try:
-        module = importlib.import_module(name)
-        kvcache = None if generation == 4 else module.flash_attn_with_kvcache
-        return Flash(generation, module.flash_attn_func, module.flash_attn_varlen_func, kvcache)
-    except Exception as error:  # a wheel for another torch or CUDA fails in any way: undefined symbol, missing library
-        reason = str(error).strip().splitlines()
-        return f"{name}: {type(error).__name__}: {reason[0] if reason else 'no message'}"
+    if generation not in _found:
+        name = _MODULES[generation]
+        try:
+            module = importlib.import_module(name)
+            kvcache = None if generation == 4 else module.flash_attn_with_kvcache
+            _found[generation] = Flash(module.flash_attn_func, module.flash_attn_varlen_func, kvcache)
+        except Exception as error:  # a wheel for another torch fails in any way: undefined symbol, missing library
+            reason = str(error).strip().splitlines()
+            _found[generation] = f"{name}: {type(error).__name__}: {reason[0] if reason else 'no message'}"
+    return _found[generation]
 
 
 @decided_once
-def pick(*fields: Any) -> tuple[Flash | None, str]:
+def pick(*fields: Any) -> tuple[int | None, str]:
     """The fastest generation that can serve these `Needs`, or None; and why no faster one, a reason for each."""
     needs = Needs(*fields)
     if (problem := device_problem(needs)) is not None:
@@ -59,7 +62,7 @@ def pick(*fields: Any) -> tuple[Flash | None, str]:
         elif (limit := _limit(generation, needs)) is not None:
             reasons.append(f"FlashAttention-{generation} {limit}")
         else:
-            return found, "; ".join(reasons)
+            return generation, "; ".join(reasons)
     return None, "; ".join(reasons) or "no FlashAttention for this GPU"
 
 
@@ -70,12 +73,6 @@ def device_problem(needs: Needs) -> str | None:
     if needs.dtype not in HALF:
         return f"flash-attn needs float16 or bfloat16, not {needs.dtype}"
     return None
-
-
-@functools.cache
-def compute_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device: (9, 0) is Hopper."""
-    return torch.cuda.get_device_capability(device)
 
 
 def _limit(generation: int, needs: Needs) -> str | None:
@@ -93,9 +90,11 @@ def _limit(generation: int, needs: Needs) -> str | None:
     return None
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, flash: Flash) -> Tensor:
-    """Attention by one generation of flash-attn; shapes as in `lit_llm.ops.attention`."""
-    unlimited = None if flash.generation == 4 else -1
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, generation: int) -> Tensor:
+    """Attention by a generation that `pick` gave; shapes as in `lit_llm.ops.attention`."""
+    flash = _found[generation]
+    assert isinstance(flash, Flash)
+    unlimited = None if generation == 4 else -1
     options: dict[str, Any] = {
         "softmax_scale": problem.scale,
         "causal": problem.causal,
@@ -108,7 +107,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, flash: Fl
         lengths = problem.key_lengths.to(torch.int32)
         return _output(flash.kvcache(q, k_cache=k, v_cache=v, cache_seqlens=lengths, **options))
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    if flash.generation == 2:
+    if generation == 2:
         options["dropout_p"] = problem.dropout
     if problem.cu_seqlens is None:
         return _output(flash.dense(q, k, v, **options))

@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension: statistics in float32 (float64 for float64 input), results in the input's dtype."""
+"""Normalisation over the last dimension: statistics in float32 (float64 for float64), result in the input's dtype."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 class _RMSNorm(torch.autograd.Function):
     """The formula with its gradient written out: half the passes of what autograd records for it."""
 
+    # Autocast would take the products of vecdot in half precision; cast_inputs turns it off in both directions.
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, weight, scale)
@@ -60,17 +62,20 @@ class _RMSNorm(torch.autograd.Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
+        need_x, need_weight, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # a derivative of this one is wanted: let autograd record it
-            with torch.enable_grad():
-                out = F.rms_norm(x, x.shape[-1:], weight, ctx.eps)
-            return (*torch.autograd.grad(out, (x, weight), upstream, create_graph=True, allow_unused=True), None)
+            wanted = [tensor for tensor, need in ((x, need_x), (weight, need_weight)) if need]
+            out = F.rms_norm(x, x.shape[-1:], weight, ctx.eps)
+            found = iter(torch.autograd.grad(out, wanted, upstream, create_graph=True))
+            return next(found) if need_x else None, next(found) if need_weight else None, None
         normalised = x * scale
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (upstream * normalised).flatten(0, -2).sum(0)
-        if ctx.needs_input_grad[0]:
+        if need_weight:
+            grad_weight = (upstream * normalised).reshape(-1, x.shape[-1]).sum(0)
+        if need_x:
             # d/dx: scale * (g - n * mean(g * n)) with n = x * scale and g = upstream * weight
             grad = upstream * weight
             mean = torch.linalg.vecdot(grad, normalised).div_(x.shape[-1]).unsqueeze(-1)

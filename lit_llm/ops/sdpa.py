@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_llm.ops.attention_problem import HALF, Needs, Problem, decided_once, needs_of
+from lit_llm.ops.attention_problem import HALF, Needs, Problem, compute_capability, decided_once, needs_of
 from lit_llm.ops.blocks import blockwise_attention, fused_attention
 
 # cuDNN's kernel is about 1.6 times as fast as FlashAttention-2's on Hopper; torch tries it second there.
@@ -73,12 +73,7 @@ def _last_query_mask(k_len: int, problem: Problem) -> Tensor:
 def _prefer_cudnn(q: Tensor) -> bool:
     # Training only: cuDNN builds a plan for each new shape, and generation has a new shape at each step.
     training = torch.is_grad_enabled() and q.requires_grad and q.shape[1] > 1
-    return training and q.dtype in HALF and _capability(q.device.index)[0] == 9
-
-
-@decided_once
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return training and q.dtype in HALF and compute_capability(q.device)[0] == 9
 
 
 def _documents(q: Tensor, k: Tensor, v: Tensor, problem: Problem, plain: bool, explicit: bool) -> Tensor:

@@ -1,4 +1,6 @@
-"""Optimizers, parameter groups and schedules, in plain torch."""
+"""Optimizers, parameter groups and learning-rate schedules, in plain torch."""
+
+from __future__ import annotations
 
 from lit_llm.optim.build import OptimizerConfig, build_optimizer
 from lit_llm.optim.groups import parameter_groups

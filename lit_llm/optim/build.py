@@ -1,4 +1,4 @@
-"""The optimizer out of its configuration."""
+"""The optimizer of a run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import torch
 from torch import nn
 
 from lit_llm.errors import UserError
+from lit_llm.optim.checks import as_float, one_of
 from lit_llm.optim.groups import parameter_groups
-from lit_llm.optim.numbers import as_float
 
-_FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_FUSED_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019).
+    """AdamW (Loshchilov and Hutter 2019) and its settings. Numbers may be given as text ("3e-4").
 
-    Args:
-        name: ``adamw``.
-        lr: peak learning rate.
-        weight_decay: of matrices; norm gains, biases and embeddings do not decay.
-        betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        fused: torch's fused kernel; None: where the parameters' device has one.
+    Attributes:
+        name: "adamw".
+        lr: the peak learning rate; the schedule multiplies it.
+        weight_decay: of the matrices; norm gains, biases and embeddings have none.
+        betas: decay rates of the running means of the gradient and of its square, in [0, 1).
+        eps: added to the root of the mean square.
+        fused: one kernel for the whole update; None takes it where the parameters' device has it.
+
+    Raises:
+        UserError: a value that is not as described.
     """
 
     name: Literal["adamw"] = "adamw"
@@ -36,27 +39,34 @@ class OptimizerConfig:
     fused: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.name != "adamw":
-            raise UserError(f"model.optimizer.name {self.name!r} is unknown; known is adamw")
-        for name in ("lr", "weight_decay", "eps"):
-            object.__setattr__(self, name, as_float(f"model.optimizer.{name}", getattr(self, name), low=0.0))
-        if len(self.betas) != 2:
-            raise UserError(f"model.optimizer.betas must be two numbers, got {self.betas!r}")
-        betas = tuple(as_float("model.optimizer.betas", beta, low=0.0, high=0.9999999) for beta in self.betas)
+        one_of("optimizer.name", self.name, ("adamw",))
+        for field in ("lr", "weight_decay", "eps"):
+            object.__setattr__(self, field, as_float(f"optimizer.{field}", getattr(self, field), 0.0))
+        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
+            raise UserError(f"optimizer.betas must be two numbers, not {self.betas!r}")
+        betas = tuple(
+            as_float(f"optimizer.betas[{i}]", beta, 0.0, 1.0, below=True) for i, beta in enumerate(self.betas)
+        )
         object.__setattr__(self, "betas", betas)
+        if self.fused is not None and not isinstance(self.fused, bool):
+            raise UserError(f"optimizer.fused must be true, false or null, not {self.fused!r}")
 
 
-def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the two groups of :func:`parameter_groups`.
+def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the groups of :func:`parameter_groups`, in one fused kernel where there is one.
 
     Raises:
-        UserError: no parameter requires a gradient.
+        UserError: nothing in ``module`` requires a gradient, or ``config.fused`` is True where no fused kernel is.
     """
     groups = parameter_groups(module, config.weight_decay)
-    if not groups:
-        raise UserError("no parameter requires a gradient: everything is frozen; unfreeze what should be trained")
-    fused = config.fused
-    if fused is None:
-        parameters = [p for group in groups for p in group["params"]]
-        fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if not parameters:
+        raise UserError("the model has no parameter to train: all of them are frozen (requires_grad=False)")
+    unfit = next((p for p in parameters if p.device.type not in _FUSED_DEVICES or not p.is_floating_point()), None)
+    if config.fused and unfit is not None:
+        raise UserError(
+            f"optimizer.fused cannot be true for {unfit.dtype} parameters on {unfit.device.type}; set it to null"
+        )
+    fused = config.fused is not False and unfit is None
+    # None, unlike False, leaves torch the choice between kernels over lists of parameters and a loop.
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)

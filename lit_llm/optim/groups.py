@@ -8,23 +8,36 @@ from torch import nn
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices decay; norm gains, biases and embeddings do not.
+    """The trainable parameters of ``module`` in two groups, as torch optimizers take them.
 
-    A head that is tied to the embedding counts as the embedding. Each parameter that requires a gradient is in exactly
-    one group, in the order of ``named_parameters``; a group without parameters is left out.
+    "decay" holds the matrices (and stacks of matrices, as of experts). "no_decay" holds norm gains, biases and
+    embeddings, the tied head among them: what an ``nn.Embedding`` owns counts as an embedding whoever else uses it. A
+    parameter that requires a gradient is in exactly one group, once; order is that of ``module.named_parameters()``.
 
     Returns:
-        Groups for an optimizer, with ``params``, ``weight_decay``, ``name`` (``decay`` or ``no_decay``) and
-        ``param_names``.
+        Groups with "name" ("decay" or "no_decay"), "params", "param_names" (qualified names, in the order of "params")
+        and "weight_decay". A group without parameters is left out.
     """
-    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
-    groups: dict[str, dict[str, Any]] = {
-        name: {"name": name, "params": [], "param_names": [], "weight_decay": decay}
-        for name, decay in (("decay", weight_decay), ("no_decay", 0.0))
+    embeddings = {
+        id(parameter)
+        for owner in module.modules()
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
+        for parameter in owner.parameters(recurse=False)
     }
-    for name, parameter in module.named_parameters():  # a shared parameter comes once
-        if parameter.requires_grad:
-            group = groups["no_decay" if parameter.ndim < 2 or id(parameter) in embeddings else "decay"]
-            group["params"].append(parameter)
-            group["param_names"].append(name)
-    return [group for group in groups.values() if group["params"]]
+    named: dict[str, list[tuple[str, nn.Parameter]]] = {"decay": [], "no_decay": []}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        # The biases of stacked experts have two dimensions, hence the look at the name.
+        plain = parameter.ndim < 2 or name.endswith("bias") or id(parameter) in embeddings
+        named["no_decay" if plain else "decay"].append((name, parameter))
+    return [
+        {
+            "name": group,
+            "params": [parameter for _, parameter in members],
+            "param_names": [name for name, _ in members],
+            "weight_decay": weight_decay if group == "decay" else 0.0,
+        }
+        for group, members in named.items()
+        if members
+    ]

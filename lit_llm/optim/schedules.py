@@ -1,33 +1,39 @@
-"""Learning rate schedules: pure functions of the optimizer step."""
+"""Learning-rate schedules: pure functions of the optimizer step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
-import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_llm.errors import UserError
-from lit_llm.optim.numbers import as_float, as_steps
+from lit_llm.optim.checks import as_float, as_int, one_of
 
 ScheduleName = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
-WARMUP_FRACTION = 0.01
-DECAY_FRACTION = 0.2
+
+_DEFAULT_WARMUP_FRACTION = 0.01
+_DEFAULT_DECAY_FRACTION = 0.2
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Linear warm-up, then one of five shapes; see :func:`lr_factor`.
+    """How the learning rate moves over a run; :func:`lr_factor` has the formulas. All steps are optimizer steps.
 
-    Args:
-        name: the shape.
-        warmup_steps, warmup_fraction: length of the warm-up in steps, or as a share of the run; neither: 1% of the run,
-            or none where its length is unknown.
-        decay_steps, decay_fraction: length of the last part of ``wsd``; neither: 20% of the run.
-        min_lr_ratio: the rate at the end as a share of the peak (cosine, linear, wsd).
-        total_steps: length of the run in optimizer steps; None: the Trainer's.
+    Attributes:
+        name: the shape after the warm-up.
+        warmup_steps: steps of linear warm-up, or
+        warmup_fraction: their share of the run, rounded to whole steps. With neither, 1% of the run.
+        decay_steps: for "wsd", steps of the final decay, or
+        decay_fraction: their share of the run, rounded to whole steps. With neither, 20% of the run.
+        min_lr_ratio: what "cosine", "linear" and "wsd" end at, as a share of the peak.
+        total_steps: the length the schedule is made for; None: the run's own.
+
+    Raises:
+        UserError: a value that is not as described, both of a pair, or a decay for a shape that has none.
     """
 
     name: ScheduleName = "cosine"
@@ -39,84 +45,99 @@ class ScheduleConfig:
     total_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(ScheduleName):
-            known = ", ".join(get_args(ScheduleName))
-            raise UserError(f"model.schedule.name {self.name!r} is unknown; known are {known}")
+        one_of("schedule.name", self.name, get_args(ScheduleName))
+        for field, low in (("warmup_steps", 0), ("decay_steps", 0), ("total_steps", 1)):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, as_int(f"schedule.{field}", getattr(self, field), low))
+        for field in ("warmup_fraction", "decay_fraction", "min_lr_ratio"):
+            if field == "min_lr_ratio" or getattr(self, field) is not None:
+                object.__setattr__(self, field, as_float(f"schedule.{field}", getattr(self, field), 0.0, 1.0))
         for part in ("warmup", "decay"):
-            steps, fraction = f"{part}_steps", f"{part}_fraction"
-            if getattr(self, steps) is not None and getattr(self, fraction) is not None:
-                raise UserError(f"give model.schedule.{steps} or model.schedule.{fraction}, not both")
-            object.__setattr__(self, steps, as_steps(f"model.schedule.{steps}", getattr(self, steps)))
-            if getattr(self, fraction) is not None:
-                share = as_float(f"model.schedule.{fraction}", getattr(self, fraction), low=0.0, high=1.0)
-                object.__setattr__(self, fraction, share)
-        ratio = as_float("model.schedule.min_lr_ratio", self.min_lr_ratio, low=0.0, high=1.0)
-        object.__setattr__(self, "min_lr_ratio", ratio)
-        object.__setattr__(self, "total_steps", as_steps("model.schedule.total_steps", self.total_steps, low=1))
-
-    def needs_total(self) -> bool:
-        """Whether the rate depends on the length of the run."""
-        return self.name in ("cosine", "linear", "wsd") or bool(self.warmup_fraction)
+            steps, fraction = getattr(self, f"{part}_steps"), getattr(self, f"{part}_fraction")
+            if steps is not None and fraction is not None:
+                raise UserError(
+                    f"schedule.{part}_steps ({steps}) and schedule.{part}_fraction ({fraction}) exclude each other; "
+                    "give one"
+                )
+            if part == "decay" and self.name != "wsd" and not (steps is None and fraction is None):
+                raise UserError(f"schedule.decay_steps and decay_fraction belong to wsd, not to {self.name}; drop them")
 
 
-def lr_factor(step: int, config: ScheduleConfig, total_steps: int | None) -> float:
-    """The share of the peak rate that optimizer step ``step`` (from 0) is taken with.
+def lr_factor(step: int, config: ScheduleConfig, total_steps: int | None = None) -> float:
+    """The share of the peak learning rate that optimizer step number ``step``, counted from 0, uses.
 
-    With a warm-up of w steps it is (step + 1) / w while step < w; step w is the first at the full rate. Then, over the
-    steps from w to the last one, total_steps - 1:
+    With w steps of warm-up, T in total (``config.total_steps``, or ``total_steps``) and m = ``config.min_lr_ratio``:
 
-    - ``cosine`` (Loshchilov and Hutter 2017) and ``linear`` fall from 1 to ``min_lr_ratio``, reached at the last step;
-    - ``wsd`` (Hu et al. 2024, MiniCPM) stays at 1 and falls linearly to ``min_lr_ratio`` over the last decay steps;
-    - ``inverse_sqrt`` (Vaswani et al. 2017) is sqrt(w / (step + 1)), with w at least 1;
-    - ``constant`` stays at 1.
+    - every shape: (step + 1) / w while step < w, so that the first step already learns and step w - 1 is at the peak;
+    - "cosine" (Loshchilov and Hutter 2017, equation 5) and "linear": from 1 at step w to m at step T - 1, with
+      x = (step - w) / (T - 1 - w): m + (1 - m) (1 + cos(pi x)) / 2, and 1 - (1 - m) x;
+    - "wsd" (warm-up, stable, decay; Hu et al. 2024, section 4): 1, then over the last d steps linearly from 1 to m,
+      1 - (1 - m) (step - (T - d) + 1) / d. Where w + d > T the decay has only the steps that the warm-up leaves;
+    - "inverse_sqrt" (Vaswani et al. 2017, section 5.3, scaled to a peak of 1): sqrt(w / (step + 1)), with w at least 1;
+    - "constant": 1.
 
-    Beyond the last step the rate stays as it is there.
+    "cosine", "linear" and "wsd" stay at their last value beyond T. A run that is shorter than its warm-up only warms
+    up, and one with a single step after it takes that step at 1 ("cosine", "linear").
 
     Raises:
-        UserError: the length of the run is needed and unknown.
+        UserError: T is needed, for the shape or for a fraction, and not known.
     """
-    if total_steps is None and config.needs_total():
-        raise UserError(
-            f"model.schedule {config.name} needs the length of the run: give trainer.max_steps, or "
-            "model.schedule.total_steps"
-        )
-    warmup = _length(config.warmup_steps, config.warmup_fraction, WARMUP_FRACTION, total_steps)
+    total = config.total_steps or _known(total_steps)
+    warmup = _part("warmup", config.warmup_steps, config.warmup_fraction, _DEFAULT_WARMUP_FRACTION, config, total)
+    if config.name in ("cosine", "linear", "wsd"):
+        total = _required(total, config, config.name)
+        step = min(step, total - 1)
     if step < warmup:
         return (step + 1) / warmup
     if config.name == "constant":
         return 1.0
     if config.name == "inverse_sqrt":
-        return math.sqrt(max(warmup, 1) / max(step + 1, warmup, 1))
-    assert total_steps is not None
-    last = total_steps - 1
-    start = warmup
+        return math.sqrt(max(warmup, 1) / (step + 1))
+
+    assert total is not None
     if config.name == "wsd":
-        # The first step below the peak is the first of the last `decay` steps.
-        decay = _length(config.decay_steps, config.decay_fraction, DECAY_FRACTION, total_steps)
-        start = max(warmup, last - decay)
-    done = min(max(step - start, 0) / (last - start), 1.0) if last > start else float(step > start)
-    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.name == "cosine" else 1 - done
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
+        decay = _part("decay", config.decay_steps, config.decay_fraction, _DEFAULT_DECAY_FRACTION, config, total)
+        decay = min(decay, total - warmup)
+        done = max(0, step - (total - decay) + 1) / max(decay, 1)
+    else:
+        done = (step - warmup) / max(total - 1 - warmup, 1)
+    if config.name == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    # A weighted mean, and not 1 - (1 - m) done, is exact at both ends.
+    return (1 - done) + config.min_lr_ratio * done
 
 
-def _length(steps: int | None, fraction: float | None, default: float, total: int | None) -> int:
-    if steps is not None:
-        return steps
-    if total is None:
-        return 0
-    return round((default if fraction is None else fraction) * total)
+def build_scheduler(optimizer: Optimizer, config: ScheduleConfig, total_steps: int | None = None) -> LambdaLR:
+    """A scheduler, stepped after every optimizer step, that sets each group's rate to its peak x :func:`lr_factor`.
 
-
-def build_scheduler(optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int | None) -> LambdaLR:
-    """The schedule as torch's scheduler; step it after every optimizer step.
+    Its state is the step and the peak rates, plain types that load with ``weights_only=True``. The schedule itself is
+    no part of it: a resumed run follows the configuration it is given, from the step it has reached.
 
     Raises:
-        UserError: the length of the run is needed and unknown.
+        UserError: as :func:`lr_factor`.
     """
-    lr_factor(0, config, total_steps)
+    # A partial's __dict__, which LambdaLR would save and restore, is empty.
+    return LambdaLR(optimizer, partial(lr_factor, config=config, total_steps=total_steps))
 
-    # A function, not an object: LambdaLR saves an object's fields in checkpoints and would bring old settings back.
-    def factor(step: int) -> float:
-        return lr_factor(step, config, total_steps)
 
-    return LambdaLR(optimizer, factor)
+def _known(total_steps: float | None) -> int | None:
+    """None for a length that is not known: None, and the -1 and infinity that trainers use."""
+    return int(total_steps) if total_steps is not None and 0 < total_steps < math.inf else None
+
+
+def _part(
+    what: str, steps: int | None, fraction: float | None, default: float, config: ScheduleConfig, total: int | None
+) -> int:
+    if steps is not None:
+        return steps
+    share = default if fraction is None else fraction
+    return round(share * _required(total, config, f"a {what} of {share:.0%} of the run")) if share else 0
+
+
+def _required(total: int | None, config: ScheduleConfig, what: str) -> int:
+    if total is None:
+        raise UserError(
+            f"the length of the run is not known, and schedule {config.name!r} needs it for {what}: "
+            "set the trainer's max_steps, or schedule.total_steps"
+        )
+    return total
