@@ -4,64 +4,40 @@ Contenders: `plain loop`, transformers' model called token by token with a Dynam
 method; and ours. All in one process, taking turns round by round, so that a busy machine slows all of them; medians of
 the rounds are compared. A second table shows what a token costs as the past grows.
 
-    python benchmarks/decode.py [--sizes xs,s,m] [--rounds 7] [--threads N] [--json FILE]
+    python -m benchmarks.decode [--sizes xs,s,m] [--batches 1,8] [--rounds 7] [--threads N]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.common import save, table
 from lit_llm import GenerationConfig, ModelConfig, Transformer, generate
 from lit_llm.generation import decode_one_token, prefill
 
-SIZES: dict[str, dict[str, int]] = {
-    "xs": {
-        "vocab_size": 4096,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 352,
-    },
-    "s": {
-        "vocab_size": 8192,
-        "hidden_size": 288,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "intermediate_size": 768,
-    },
-    "m": {
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 2048,
-    },
+SIZES: dict[str, dict[str, Any]] = {
+    "xs": {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
+    "s": {"vocab_size": 8192, "hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6},
+    "m": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
 }
+HEADS = {"xs": 4, "s": 6, "m": 12}
 
 
 def make_models(size: str, context: int) -> tuple[Transformer, Any]:
     """Ours and theirs, with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ours = Transformer(ModelConfig(**SIZES[size], max_position_embeddings=context)).eval()
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            **SIZES[size],
-            num_key_value_heads=ours.config.kv_heads,
-            max_position_embeddings=context,
-            rms_norm_eps=ours.config.rms_norm_eps,
-        )
-    ).eval()
+    shape = {**SIZES[size], "num_attention_heads": HEADS[size], "num_key_value_heads": HEADS[size]}
+    shape |= {"max_position_embeddings": context, "rms_norm_eps": 1e-5}
+    ours = Transformer(ModelConfig(**shape)).eval()
+    theirs = LlamaForCausalLM(LlamaConfig(**shape)).eval()
     weights = ours.state_dict()
     theirs.load_state_dict({k if k.startswith("lm_head") else f"model.{k}": v for k, v in weights.items()})
     return ours, theirs
@@ -149,42 +125,40 @@ def cost_per_token(size: str, batch: int, pasts: list[int], steps: int, rounds: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="xs,s")
+    parser.add_argument("--sizes", default="xs,s", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens to generate")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--pasts", default="128,512,2048")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as it chooses")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "decode.json")
+    parser.add_argument("--pasts", default="128,512,2048", help="for the cost of a token; empty: leave it out")
+    parser.add_argument("--threads", type=int, help="of torch; as it chooses if not given")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
+    sizes = options.sizes.split(",")
+    print(f"Greedy decoding on the CPU, float32, {options.prompt} + {options.new} tokens, medians of {options.rounds}:")
+    rows = [
+        compare(size, batch, options.prompt, options.new, options.rounds)
+        for size in sizes
+        for batch in map(int, options.batches.split(","))
+    ]
+    names = list(rows[0]["tokens_per_second"])
+    cells = [
+        [row["size"], row["batch"], *row["tokens_per_second"].values()]
+        + [f"{row[f'ratio_to_{name}']:.2f}" for name in ("plain_loop", "generate")]
+        + ["yes" if row["same_tokens"] else "no"]
+        for row in rows
+    ]
     print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, float32 on CPU"
+        table(["size", "batch", *(f"{name} tokens/s" for name in names), "x loop", "x generate", "same tokens"], cells)
     )
-    print(f"{'size':>4} {'batch':>5} | {'ours':>8} {'plain loop':>10} {'generate':>8} tokens/s | ours is x the others")
-    rows = []
-    for size in options.sizes.split(","):
-        for batch in map(int, options.batches.split(",")):
-            row = compare(size, batch, options.prompt, options.new, options.rounds)
-            rows.append(row)
-            speed = row["tokens_per_second"]
-            print(
-                f"{size:>4} {batch:>5} | {speed['ours']:8.0f} {speed['plain loop']:10.0f} {speed['generate']:8.0f}"
-                f" {'':8} | {row['ratio_to_plain_loop']:.2f} {row['ratio_to_generate']:.2f}"
-                f"{'' if row['same_tokens'] else '  (tokens differ)'}"
-            )
     growth = []
-    pasts = [int(past) for past in options.pasts.split(",") if past]
-    if pasts:
-        size = options.sizes.split(",")[-1]
-        print(f"\nmilliseconds per token of size {size}, batch 1, behind a past of so many tokens")
-        growth = cost_per_token(size, 1, pasts, 16, options.rounds)
-        for row in growth:
-            print(f"{row['past']:>6} | ours {row['ours'] * 1e3:.2f}, plain loop {row['plain loop'] * 1e3:.2f}")
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"compare": rows, "cost_per_token": growth}, indent=1))
+    if options.pasts:
+        print(f"\nMilliseconds per token, size {sizes[-1]}, batch 1, behind a past of so many tokens:")
+        growth = cost_per_token(sizes[-1], 1, [int(past) for past in options.pasts.split(",")], 16, options.rounds)
+        cells = [[row["past"], row["ours"] * 1e3, row["plain loop"] * 1e3] for row in growth]
+        print(table(["past", "ours", "plain loop"], cells))
+    print(f"\nWrote {save('decode', {'compare': rows, 'cost_per_token': growth})}")
 
 
 if __name__ == "__main__":

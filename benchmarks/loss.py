@@ -4,8 +4,9 @@
     python benchmarks/loss.py --sizes 2048x288x8192 --threads 2 --rounds 5
 
 Each measurement is a process of its own, contenders take turns within a round, and the table shows medians over the
-rounds ("cpu s": processor time over all threads, steadier on a busy machine). "memory" is the peak of the resident set above the inputs and the gradients; "of logits" is that as a share of
-the full float32 logits. Linux only. The rows go to benchmarks/results/loss.json as well.
+rounds. "cpu s" is processor time over all threads, steadier than the clock on a busy machine; "memory" is the peak of
+the resident set above the inputs and the gradients, and "of logits" that as a share of the full float32 logits. Linux
+only. The rows go to benchmarks/results/loss.json as well.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from lit_llm.errors import UserError
@@ -44,7 +45,7 @@ def make(q_len: int, k_len: int, heads: int = 4, kv_heads: int = 2, batch: int =
 
 def some_documents(batch: int, seq: int) -> Tensor:
     """Ids of which the same comes back after another, and a document of one token."""
-    ids = torch.arange(seq).div(5, rounding_mode="floor") % 2 + torch.arange(batch)[:, None]
+    ids = torch.arange(seq).div(12, rounding_mode="floor") % 2 + torch.arange(batch)[:, None]
     ids[0, seq // 2] = 9
     return ids
 
@@ -246,6 +247,38 @@ def test_autocast_casts_as_torch_does(backend: str, options: dict[str, Any]) -> 
             torch.testing.assert_close(x.grad, y.grad, check_dtype=False)
 
 
+def test_autocast_takes_mixed_inputs() -> None:
+    # Rotated queries and keys are float32, values come from a linear layer in bfloat16.
+    q, k, v = make(16, 16)
+    for options in ({}, {"window": 5}, {"softcap": 5.0}, {"backend": "reference"}):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = attention(q, k, v.bfloat16(), **options)
+            torch.testing.assert_close(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **options))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "blocks"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"dropout": 0.5}, {"document_ids": 1}], ids=str)
+def test_activation_checkpointing_and_inference_mode(backend: str, options: dict[str, Any]) -> None:
+    if "document_ids" in options:
+        options = {"document_ids": some_documents(2, 12)}
+
+    def run(*inputs: Tensor) -> Tensor:
+        return attention(*inputs, backend=backend, **options)
+
+    qkv = make(12, 12)
+    torch.manual_seed(0)
+    out = run(*qkv)
+    torch.manual_seed(0)
+    again = torch.utils.checkpoint.checkpoint(run, *qkv, use_reentrant=False)
+    assert isinstance(again, Tensor)
+    assert torch.equal(out, again)
+    for mine, want in zip(torch.autograd.grad(again.sum(), qkv), torch.autograd.grad(out.sum(), qkv), strict=True):
+        assert torch.equal(mine, want)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        torch.testing.assert_close(run(*qkv), out.detach())
+
+
 def test_dropout_drops_and_scales() -> None:
     torch.manual_seed(0)
     seq, rate = 300, 0.3
@@ -257,7 +290,8 @@ def test_dropout_drops_and_scales() -> None:
     torch.testing.assert_close(out[kept], torch.full_like(out[kept], 1 / seq / (1 - rate)))
     count = kept.float().mean().item()
     assert abs(count - (1 - rate)) < 4 * (rate * (1 - rate) / out.numel()) ** 0.5
-    # Rows and heads differ.
+    # Rows, heads and blocks of rows (of 256 here) differ.
+    assert not torch.equal(kept[0, 0], kept[0, 256])
     assert not torch.equal(kept[0, 0], kept[0, 1])
     assert not torch.equal(kept[0, :, 0], kept[0, :, 1])
 
@@ -281,7 +315,7 @@ def test_dropout_repeats_with_the_seed_and_has_its_own_gradient(backend: str, op
     assert torch.autograd.gradcheck(run, qkv, fast_mode=True)
 
 
-@pytest.mark.parametrize(("batch", "seq", "k_len"), [(0, 4, 4), (2, 0, 0), (2, 0, 3), (2, 3, 0)])
+@pytest.mark.parametrize(("batch", "seq", "k_len"), [(0, 4, 4), (2, 0, 0), (2, 0, 3), (2, 3, 0), (2, 1, 0)])
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"softcap": 1.0}, {"backend": "reference"}], ids=str)
 def test_empty_input(batch: int, seq: int, k_len: int, options: dict[str, Any]) -> None:
     qkv = make(seq, k_len, batch=batch)
@@ -351,6 +385,7 @@ def test_wrong_options_are_the_users(options: dict[str, Any], message: str) -> N
         ({"document_ids": torch.zeros(2, 8, dtype=torch.long), "cu_seqlens": CU}, "not both"),
         ({"document_ids": torch.zeros(2, 8, dtype=torch.long), "key_lengths": torch.tensor([8, 8])}, "not go together"),
         ({"cu_seqlens": CU}, "max_seqlen"),
+        ({"max_seqlen": 2, "window": 3}, "give both or neither"),
         ({"cu_seqlens": CU.long(), "max_seqlen": 8}, "int32"),
         ({"cu_seqlens": CU[None], "max_seqlen": 8}, "int32 of shape"),
         ({"cu_seqlens": CU, "max_seqlen": 7}, "document of 8 tokens"),

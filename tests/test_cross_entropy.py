@@ -308,6 +308,40 @@ def test_inside_a_compiled_region() -> None:
             assert_close(a, 3 * e)
 
 
+@pytest.mark.parametrize("hidden_layout", ["transposed", "expanded", "vector"])
+def test_layouts(hidden_layout: str) -> None:
+    hidden, weight, labels = inputs((13,), 5, 17)
+    view = {
+        "transposed": lambda h: h.t().contiguous().t(),
+        "expanded": lambda h: h[:1].expand(13, 5),
+        "vector": lambda h: h[0],
+    }[hidden_layout]
+    labels = labels.masked_fill(labels == IGNORED, 2)
+    labels = labels[0] if hidden_layout == "vector" else labels
+    loss, _ = linear_cross_entropy(view(hidden), weight.t().contiguous().t(), labels, chunk_size=4)
+    expected = plain(view(hidden), weight, labels)
+    for a, e in zip(*(torch.autograd.grad(x, [hidden, weight]) for x in (loss, expected)), strict=True):
+        assert_close(a, e)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_without_synchronisation() -> None:
+    leaves = inputs((4, 300), 64, 500)
+    expected = torch.autograd.grad(plain(*leaves), leaves[:2])
+    hidden, weight, labels = (x.detach().cuda() for x in leaves)
+    hidden.requires_grad_(), weight.requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, count = linear_cross_entropy(hidden, weight, labels)
+        (loss / count).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for leaf, wanted in zip((hidden, weight), expected, strict=True):
+        assert leaf.grad is not None
+        assert_close((leaf.grad * count).cpu(), wanted)
+
+
 def test_fake_tensors() -> None:
     """The planner runs a model on shapes alone."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -9,7 +9,6 @@ that null and backslashes get lost.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,23 +16,11 @@ from typing import Any
 
 import yaml
 
+from lit_llm.cli.yaml_text import load_yaml
 from lit_llm.errors import UserError
 from lit_llm.model.config import preset_fields
 
 _SECTIONS = ("model", "data")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML whose floats may lack the point: 1e-5."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?[eE][-+]?\d+|\d[\d_]*\.[\d_]*|\.\d[\d_]*(?:[eE][-+]?\d+)?|\.(?:inf|nan))$"
-    ),
-    list("-+.0123456789"),
-)
 
 
 @dataclass
@@ -154,7 +141,7 @@ def _read_yaml(path: str, option: str) -> Mapping[str, Any]:
     except OSError as error:
         raise UserError(f"{option} {path} can't be read: {error.strerror}") from None
     try:
-        content = yaml.load(text, _Loader)
+        content = load_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = path if mark is None else f"{path}:{mark.line + 1}"
@@ -168,6 +155,6 @@ def _read_yaml(path: str, option: str) -> Mapping[str, Any]:
 
 def _load(value: str) -> Any:
     try:
-        return yaml.load(value, _Loader)
+        return load_yaml(value)
     except yaml.YAMLError:
         return value

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace
+from jsonargparse import Namespace, set_dumper
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
@@ -21,6 +21,8 @@ from lit_llm.cli.arguments import Arguments, prepare_arguments
 from lit_llm.cli.explain import explain
 from lit_llm.cli.processes import Children, is_first_process
 from lit_llm.cli.trainer import RunTrainer, make_trainer, refuse_unavailable
+from lit_llm.cli.yaml_text import dump_yaml
+from lit_llm.data import TokenDataModule
 from lit_llm.errors import UserError
 from lit_llm.model.config import preset_fields
 from lit_llm.module import LitLLM
@@ -43,6 +45,7 @@ def run_trainer_command(command: str, words: list[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a user's own classes, also when started as a script
     _silence()
+    set_dumper("yaml", dump_yaml)
     RunCLI(command, prepare_arguments(words)).run()
     return 0
 
@@ -59,6 +62,7 @@ class RunCLI(LightningCLI):
         self.command = command
         self.arguments = arguments
         self.found: Found | None = None
+        self.saved: dict[str, Any] | None = None  # the model's configuration in the checkpoint
         super().__init__(
             LitLLM,
             LightningDataModule,
@@ -108,8 +112,8 @@ class RunCLI(LightningCLI):
                 parser.link_arguments("data", f"model.init_args.{name}", compute_fn=value, apply_on="instantiate")
 
     def _data_vocab_size(self, data: LightningDataModule) -> int | None:
-        if self.command == "predict" and self.found is not None:
-            return None  # the checkpoint's, as its tokenizer is used
+        if self.command == "predict" and self.saved is not None:  # the checkpoint's tokenizer is used, not the store's
+            return self.saved["unpadded_vocab_size"] or self.saved["vocab_size"]
         return getattr(data, "vocab_size", None)
 
     def _data_seq_len(self, data: LightningDataModule) -> int | None:
@@ -158,14 +162,20 @@ class RunCLI(LightningCLI):
 
     def _fill_from(self, found: Found) -> None:
         """What the user did not say of the model's shape comes from the checkpoint."""
-        saved, _ = describe(found.content, found.path)
+        self.saved, _ = describe(found.content, found.path)
         init_args = self.config.model.get("init_args")
-        if saved is None or init_args is None or "config" not in init_args:
+        if self.saved is None or init_args is None or "config" not in init_args:
             return
         if self.arguments.model_config is None:
-            init_args["config"] = saved
+            init_args["config"] = self.saved
         elif self.command != "fit":
-            init_args["config"] = {**saved, **_fields(self.arguments.model_config)}
+            init_args["config"] = {**self.saved, **_fields(self.arguments.model_config)}
+
+    def instantiate_classes(self) -> None:
+        """Builds data, model and Trainer."""
+        super().instantiate_classes()
+        if self.command != "predict" and isinstance(self.datamodule, TokenDataModule):
+            self.datamodule.require_store()  # before anything is written
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer with the callbacks of this command."""
@@ -211,7 +221,7 @@ class RunCLI(LightningCLI):
         root = self.trainer.default_root_dir
         if self.command == "fit":
             print(f"run: {root}" + "".join(f", last checkpoint: {path}" for path in list_checkpoints(root)[:1]))
-        for callback in self.trainer.callbacks:
+        for callback in getattr(self.trainer, "callbacks", []):
             if isinstance(callback, PredictionWriter):
                 print(f"{callback.records} completion{'' if callback.records == 1 else 's'} in {callback.output}")
 
@@ -272,8 +282,9 @@ def _check_writable(folder: Path) -> None:
 def _known_names(parser: LightningArgumentParser, classes: dict[str, str]) -> set[str]:
     """Names of all options, those of the chosen classes included."""
     names = {action.dest for action in parser._actions}
-    for words in ([], *([f"--{section}={path}"] for section, path in classes.items())):
+    chosen = [f"--{section}={path}" for section, path in classes.items()]
+    for words in (chosen, *([word] for word in chosen), []):  # a class may be what is wrong
         with contextlib.suppress(Exception):
             config: Namespace = parser.parse_args(words)
-            names |= set(config.keys())
+            return names | set(config.keys())
     return names

@@ -12,7 +12,7 @@ from typing import Any
 
 USER_MISTAKE = 2  # the exit code
 _POLL_S = 0.2
-_LAST_WORDS_S = 3.0  # more than the time for which a child keeps its error to itself
+_LAST_WORDS_S = 6.0  # more than the time for which a child keeps its error to itself
 
 
 def is_first_process() -> bool:

@@ -98,10 +98,10 @@ class TokenDataModule(L.LightningDataModule):
         """Opens the splits that the stage reads, derives accumulation, and sets it in the Trainer."""
         if stage == "predict":
             return
-        self._require_store()
+        self.require_store()
         if stage == "fit":
             self._setup_training()
-        splits = TokenStore.splits(self._require_store())
+        splits = TokenStore.splits(self.require_store())
         if stage in ("fit", "validate") and "val" in splits:
             self._evaluation_rows("val")
         elif stage == "validate":
@@ -201,18 +201,19 @@ class TokenDataModule(L.LightningDataModule):
             f"rank{'s' if replicas > 1 else ''} x {accumulation} micro-batches"
         )
 
-    def _require_store(self) -> str:
+    def require_store(self) -> str:
+        """The store's folder; UserError without one."""
         if self.store is None:
             raise UserError("data.store is missing; give the folder that `lit-llm prepare ... --output DIR` wrote")
         return self.store
 
     def _first_split(self) -> str:
-        splits = TokenStore.splits(self._require_store())
+        splits = TokenStore.splits(self.require_store())
         return "train" if "train" in splits else splits[0]
 
     def _open(self, split: str) -> TokenStore:
         if split not in self._stores:
-            self._stores[split] = TokenStore(self._require_store(), split)
+            self._stores[split] = TokenStore(self.require_store(), split)
         return self._stores[split]
 
     def _evaluation_rows(self, split: str) -> None:

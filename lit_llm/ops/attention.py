@@ -81,7 +81,7 @@ def attention(
         raise ValueError(f"q, k and v do not fit together: {_shapes(q, k, v)}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"the heads of q ({heads}) must be a multiple of the heads of k ({kv_heads})")
-    if q.dtype != k.dtype or q.dtype != v.dtype:
+    if (q.dtype != k.dtype or q.dtype != v.dtype) and not torch.is_autocast_enabled(q.device.type):
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     if scale is None:
         scale = head_dim**-0.5
@@ -115,8 +115,6 @@ def attention(
             raise UserError(f"window must be at least 1 (the query's own key), got {window}: use None for no window")
         if not causal:
             raise UserError("a window is defined for causal attention only: use causal=True, or window=None")
-        if window >= k_len:
-            window = None
     if document_ids is not None or cu_seqlens is not None:
         if key_lengths is not None:
             raise ValueError(
@@ -125,6 +123,10 @@ def attention(
         if q_len != k_len:
             raise ValueError(f"documents need as many queries as keys, got {q_len} and {k_len}")
         cu_seqlens, max_seqlen = _cumulative(document_ids, cu_seqlens, max_seqlen, q)
+    elif max_seqlen is not None:
+        raise ValueError("max_seqlen is the longest document of cu_seqlens: give both or neither")
+    if window is not None and window >= (k_len if max_seqlen is None else max_seqlen):
+        window = None  # every key is inside it
     if key_lengths is not None and (
         key_lengths.shape != (batch,) or key_lengths.is_floating_point() or key_lengths.device != q.device
     ):
@@ -156,7 +158,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Ten
         if generation is not None:
             return flash.flash_attention(q, k, v, problem, generation)
         # A choice of the user's for a whole model: what a cache needs beyond the package is not the user's mistake.
-        if problem.key_lengths is None or flash.pick(*needs._replace(key_lengths=False))[0] is None:
+        if flash.pick(*needs._replace(key_lengths=False))[0] is None:
             raise UserError(f"attention backend 'flash' cannot run: {why_not}; use backend='auto' or 'sdpa'")
     if backend == "flex":
         from lit_llm.ops.flex import flex_back_end  # torch's compiler comes with it

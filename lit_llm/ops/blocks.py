@@ -80,7 +80,7 @@ def blockwise_attention(
     rows = [slice(b, b + 1) for b in range(q.shape[0])] if explicit else [slice(0, q.shape[0])]
     blocks = [block for row in rows for block in _blocks(row, segments, problem, q.shape[2], explicit)]
     # From the CPU's generator whatever the device: reading a number that a GPU drew would wait for it.
-    seed = int(torch.randint(2**62, ())) if problem.dropout else 0
+    seed = int(torch.randint(2**62, (), device="cpu")) if problem.dropout else 0
     plan = Plan(problem, q.shape[1], blocks, explicit, seed)
     # One fused block is one kernel, whose backward keeps no scores already.
     if wants_gradients(q, k, v) and (explicit or len(blocks) > 1):

@@ -168,7 +168,7 @@ def _loss_and_gradients(
     with torch.no_grad(), _autocast_disabled(device.type):
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
         losses = torch.empty(tokens, dtype=dtype, device=device)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_hidden = hidden.new_empty(hidden.shape) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=device) if need_weight else None
         grad_bias = torch.zeros(vocab_size, dtype=dtype, device=device) if need_bias else None
         # One buffer for all chunks: fresh pages for each would cost as much as the softmax.

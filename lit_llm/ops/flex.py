@@ -43,7 +43,7 @@ def flex_back_end(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
             return cap * torch.tanh(score / cap)
 
-    run: Any = flex_attention if q.device.type == "cpu" else _compiled()
+    run: Any = flex_attention if q.device.type == "cpu" else _run_compiled
     out = run(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -56,9 +56,16 @@ def flex_back_end(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     return out.transpose(1, 2).contiguous()
 
 
+def _run_compiled(*tensors: Tensor, **options: Any) -> Any:
+    # One compilation per kind of mask, with and without gradients. Past its limit of 8 torch would run flex uncompiled,
+    # with all scores in memory: allow more, and fullgraph makes an error of the rest.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        return _compiled()(*tensors, **options)
+
+
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention)
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def _block_mask(q: Tensor, k: Tensor, problem: Problem) -> BlockMask | None:
