@@ -27,6 +27,16 @@ $(VENV)/.setup-dev: pyproject.toml $(VENV)/.torch
 setup: $(VENV)/.setup
 setup-dev: $(VENV)/.setup-dev
 
+demo: setup
+	$(BIN)/lit-llm prepare python-stdlib --output $(DEMO)/store --vocab_size 2048 --val_fraction 0.05
+	$(BIN)/lit-llm fit --config configs/demo.yaml --trainer.default_root_dir $(DEMO) --data.store $(DEMO)/store
+	$(BIN)/lit-llm predict --config configs/demo.yaml --trainer.default_root_dir $(DEMO) --ckpt_path last
+	@$(BIN)/python -c "import json; [print('-' * 72, r['prompt'] + r['completion'], sep='\n') \
+	  for r in map(json.loads, open('$(DEMO)/predictions.jsonl'))]"
+	@echo "------------------------------------------------------------------------"
+	@echo "run:             $(DEMO) (checkpoints/, config.yaml; tensorboard --logdir $(DEMO)/logs)"
+	@echo "generated text:  $(DEMO)/predictions.jsonl"
+
 test: setup-dev
 	$(BIN)/python -m pytest
 

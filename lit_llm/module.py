@@ -354,6 +354,10 @@ class LitLLM(L.LightningModule):
         self._window.trained_tokens = torch.tensor(saved["trained_tokens"], dtype=torch.int64)
         if saved["config"] is not None and isinstance(self.model, Transformer):
             _refuse_other_shape(saved["config"], self.model)
+            # The model may have been built before its tokenizer was known.
+            names = [n for n in ("bos_token_id", "eos_token_id", "unpadded_vocab_size") if n in saved["config"]]
+            unknown = {n: saved["config"][n] for n in names if getattr(self.model.config, n) is None}
+            self.model.config = dataclasses.replace(self.model.config, **unknown)
 
     def _save_hparams(self) -> None:
         """What ``load_from_checkpoint`` passes to ``__init__``, as plain types."""

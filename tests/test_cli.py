@@ -275,15 +275,15 @@ def test_null_is_off_for_optional_numbers(resolved: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [1, 2, 1.0, 0.5])
-@pytest.mark.parametrize("stage", ["train", "val", "test", "predict"])
-def test_a_limit_of_one_is_one_batch(resolved: Any, cli: Any, stage: str, value: float) -> None:
-    name = f"limit_{stage}_batches"
-    on_line = resolved(f"--trainer.{name}={value}")
-    in_file = resolved("--config", write("limit.yaml", {"trainer": {name: value}}))
+def test_a_limit_of_one_is_one_batch(resolved: Any, value: float) -> None:
+    limits = [f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")]
+    on_line = resolved(*[f"--trainer.{name}={value}" for name in limits])
+    in_file = resolved("--config", write("limit.yaml", {"trainer": dict.fromkeys(limits, value)}))
     again = resolved("--config", write("again.yaml", on_line))
     for config in (on_line, in_file, again):
-        got = config["trainer"][name]
-        assert (got, type(got)) == (value, type(value))
+        for name in limits:
+            got = config["trainer"][name]
+            assert (got, type(got)) == (value, type(value))
 
 
 def test_nested_values_arrive_as_typed(resolved: Any) -> None:
@@ -299,24 +299,19 @@ def test_paths_and_prompts_stay_what_they_are(resolved: Any) -> None:
     """Case 73: a value that happens to be the name of a file is not replaced by its content."""
     write("elsewhere/prompts.txt", "a prompt\n")
     write("prompts.txt", "a prompt\n")
+    prompts = ["prompts.txt", "1e-5", "null", "def f(x): return", "7", " if\n"]
     config = write(
         "elsewhere/config.yaml",
-        {"data": {"store": "prompts.txt", "prompts": ["prompts.txt", "1e-5", "null"], "prompts_file": "prompts.txt"}},
+        {"data": {"store": "prompts.txt", "prompts": prompts, "prompts_file": "prompts.txt"}},
     )
+    paths = ["--data.store=prompts.txt", "--data.prompts_file", "prompts.txt"]
     for words in (
         ["--config", config],
-        [
-            "--data.store=prompts.txt",
-            "--data.prompts",
-            '["prompts.txt", "1e-5", "null"]',
-            "--data.prompts_file",
-            "prompts.txt",
-        ],
-        ["--data.store=prompts.txt", "--data.prompts_file=prompts.txt"]
-        + [word for prompt in ("prompts.txt", "1e-5", "null") for word in ("--data.prompts+", prompt)],
+        [*paths, "--data.prompts", json.dumps(prompts)],
+        [*paths, *[word for prompt in prompts for word in ("--data.prompts+", prompt)]],
     ):
         data = resolved(*words)["data"]["init_args"]
-        assert data["prompts"] == ["prompts.txt", "1e-5", "null"]
+        assert data["prompts"] == prompts
         assert data["store"] == data["prompts_file"] == "prompts.txt"  # relative to the working directory
 
 

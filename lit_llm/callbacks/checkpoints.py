@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_llm.errors import UserError
 
@@ -114,7 +115,13 @@ class RunCheckpoint(ModelCheckpoint):
         wanted = self._every_n_train_steps == 0 or self._save_after_validation or _is_final(trainer)
         self._save_after_validation = False
         if wanted and not self._should_skip_saving_checkpoint(trainer):
-            self._save(trainer, trainer.callback_metrics.get(self.monitor or ""))
+            score = trainer.callback_metrics.get(str(self.monitor))
+            if score is None and self.save_top_k > 0:
+                logged = ", ".join(sorted(trainer.callback_metrics)) or "none"
+                rank_zero_warn(
+                    f"checkpoint.monitor {self.monitor} is not logged, so none is the best; logged: {logged}"
+                )
+            self._save(trainer, score)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves where nothing is validated, and after the last epoch."""

@@ -32,6 +32,8 @@ class PredictionWriter(Callback):
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Opens this rank's part."""
+        if self.output.is_dir():
+            raise UserError(f"output {self.output} is a folder; give the name of a file")
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self._part = self._part_path(trainer.global_rank).open("w", encoding="utf-8")

@@ -125,8 +125,8 @@ def read_checkpoint(path: str | Path, *, weights_only: bool = True) -> dict[str,
                 "give --weights_only false"
             ) from None
         raise UserError(_unreadable(path)) from None
-    except OSError as error:
-        raise UserError(f"checkpoint {path} can't be read: {error.strerror or error}") from None
+    except (PermissionError, NotADirectoryError) as error:
+        raise UserError(f"checkpoint {path} can't be read: {error.strerror}") from None
     except Exception as error:  # whatever the bytes lead to
         raise UserError(_unreadable(path)) from error
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):

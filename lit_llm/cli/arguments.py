@@ -58,8 +58,11 @@ def prepare_arguments(words: list[str]) -> Arguments:
         elif section in _SECTIONS and value is not None and not rest:
             result.classes[section] = value
             result.words += original
-        elif section not in _SECTIONS or path[-1] == "help" or rest.endswith("+"):
+        elif section not in _SECTIONS or path[-1] == "help":
             result.words += original
+        elif rest.endswith("+"):
+            is_one = value is not None and len(path) == 1 and value.lstrip()[:1] not in ("[", "{")
+            result.words += [f"{name}={json.dumps([value])}"] if is_one else original  # a prompt `a: b` is no mapping
         elif value is None:
             raise UserError(f"{name} has no value; give it one")
         elif section == "model" and path[0] == "config":

@@ -20,7 +20,7 @@ from lit_llm.checkpoint.load import describe
 from lit_llm.cli.arguments import Arguments, prepare_arguments
 from lit_llm.cli.explain import explain
 from lit_llm.cli.processes import Children, is_first_process
-from lit_llm.cli.trainer import RunTrainer, make_trainer, refuse_unavailable
+from lit_llm.cli.trainer import LOG_EVERY, RunTrainer, make_trainer, refuse_unavailable
 from lit_llm.cli.yaml_text import dump_yaml
 from lit_llm.data import TokenDataModule
 from lit_llm.errors import UserError
@@ -68,11 +68,12 @@ class RunCLI(LightningCLI):
             LightningDataModule,
             save_config_callback=None,
             trainer_class=RunTrainer,
-            trainer_defaults={"default_root_dir": DEFAULT_ROOT, "log_every_n_steps": 10},
+            trainer_defaults={"default_root_dir": DEFAULT_ROOT, "log_every_n_steps": LOG_EVERY},
             seed_everything_default=0,
             parser_class=RunParser,
             parser_kwargs={
                 "prog": f"lit-llm {command}",
+                "usage": f"lit-llm {command} [--config FILE]... [OPTION]...",
                 "description": _DESCRIPTIONS[command] + _MORE_HELP,
                 "allow_abbrev": False,
             },

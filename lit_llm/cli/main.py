@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -114,5 +115,8 @@ def _mistake(error: BaseException | None) -> str | None:
         # By name, as most commands never import Lightning.
         if type(error).__name__ == "MisconfigurationException":
             return str(error)
+        if type(error).__name__ == "ProcessRaisedException":  # from a rank that torch.multiprocessing started
+            told = re.search(rf"^{UserError.__module__}\.{UserError.__name__}: (.*)", str(error), re.M | re.S)
+            return told.group(1) if told else None
         error = error.__cause__
     return None

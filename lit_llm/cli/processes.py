@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -49,8 +50,9 @@ class Children:
         if mistaken:  # what this process met is only the lost connection
             raise SystemExit(USER_MISTAKE) from None
 
-    def _processes(self) -> list[Any]:
-        return list(getattr(self._trainer.strategy.launcher, "procs", []))
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        started = getattr(self._trainer.strategy.launcher, "procs", [])
+        return [process for process in started if isinstance(process, subprocess.Popen)]
 
     def _a_child_told_a_mistake(self) -> bool:
         give_up = time.monotonic() + _LAST_WORDS_S

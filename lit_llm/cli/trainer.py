@@ -15,6 +15,7 @@ from lit_llm.callbacks import PredictionWriter, ProgressLines
 from lit_llm.errors import UserError
 
 PREDICTIONS = "predictions.jsonl"
+LOG_EVERY = 10
 
 
 class RunTrainer(Trainer):
@@ -78,7 +79,10 @@ def make_trainer(
     root = settings["default_root_dir"]
     if command == "predict":
         callbacks.append(PredictionWriter(output or Path(root) / PREDICTIONS))
-    if not settings["barebones"]:
+    if settings["barebones"]:
+        if settings["log_every_n_steps"] == LOG_EVERY:
+            settings["log_every_n_steps"] = None  # our default, which Lightning would refuse here
+    else:
         if command == "fit":
             if settings["enable_checkpointing"] is not False:
                 callbacks.append(checkpoint)
