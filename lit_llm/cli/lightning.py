@@ -44,7 +44,7 @@ def run_trainer_command(command: str, words: list[str]) -> int:
     """Runs ``lit-llm COMMAND WORDS``; errors as in :func:`lit_llm.cli.main.main`."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a user's own classes, also when started as a script
-    _silence()
+    _set_up_messages()
     set_dumper("yaml", dump_yaml)
     RunCLI(command, prepare_arguments(words)).run()
     return 0
@@ -239,8 +239,8 @@ class RunParser(LightningArgumentParser):
         raise ParseError(message) from ex
 
 
-def _silence() -> None:
-    """Drops what Lightning says of itself rather than of the run."""
+def _set_up_messages() -> None:
+    """Drops what Lightning says of itself rather than of the run, and shows what our own modules have to say."""
     for text in (
         r"`isinstance\(treespec, LeafSpec\)` is deprecated",
         r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided",
@@ -248,6 +248,10 @@ def _silence() -> None:
     ):
         warnings.filterwarnings("ignore", message=text)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+    # Ours speak up: which attention runs, and why. A new handler each time, as stderr may be another one by now.
+    ours = logging.getLogger("lit_llm")
+    ours.handlers = [logging.StreamHandler()]
+    ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
 
 
 def _is_no_tip(record: logging.LogRecord) -> bool:
