@@ -259,6 +259,9 @@ def test_the_past_is_not_computed_again() -> None:
     widths.clear()
     generate(model, prompts(13), GenerationConfig(max_new_tokens=2), chunk_size=5)
     assert widths == [5, 5, 3, 1]
+    widths.clear()
+    generate(model, prompts(13, 1, 12, 2), GenerationConfig(max_new_tokens=2), batch_size=2)
+    assert widths == [2, 1, 13, 1]  # prompts of about one length share a batch
 
 
 # --- against transformers ------------------------------------------------------------------------------------------
@@ -325,6 +328,11 @@ def test_finished_rows_collect_nothing_and_the_loop_ends_with_the_last() -> None
         assert len(long.logprobs) == 5
         assert (short.finish_reason, long.finish_reason) == ("eos", "eos")
         assert calls == [2, 2, 1, 1, 1]  # and the finished row has left the batch
+    calls.clear()
+    results = generate(model, [[1], [3], [4]], GenerationConfig(max_new_tokens=20))
+    assert [r.tokens for r in results] == [[2, eos], [4, 5, 6, 7, eos], [5, 6, 7, eos]]
+    assert [len(r.logprobs) for r in results] == [2, 5, 4]
+    assert calls == [3, 3, 3, 3, 1]  # one in three stays until more have finished
 
 
 def test_rows_that_leave_do_not_disturb_the_others() -> None:
@@ -483,9 +491,13 @@ def test_compiled_blocks_run_eagerly() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_half_precision(weights: torch.dtype, autocast: bool) -> None:
     model = tiny().to(weights)
+    dtypes: list[torch.dtype] = []
+    model.layers[0].register_forward_hook(lambda module, args, out: dtypes.append(args[1].cache.keys[0].dtype))
     batch = prompts(13, 7, 1)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         results = generate(model, batch, GenerationConfig(max_new_tokens=6))
+        assert set(dtypes) == {torch.bfloat16 if autocast else weights}
+        model.layers[0]._forward_hooks.clear()
         for prompt, result in zip(batch, results, strict=True):
             with torch.no_grad():
                 logits: Any = model(torch.tensor([prompt + result.tokens]))

@@ -11,7 +11,7 @@ import torch
 from lit_llm.errors import UserError
 from lit_llm.model import ModelConfig, Transformer
 from lit_llm.model.presets import PRESETS
-from lit_llm.ops.rope import rope_inverse_frequencies, rope_tables
+from lit_llm.ops.rope import apply_rope, rope_inverse_frequencies, rope_tables
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,
@@ -187,8 +187,23 @@ def test_rotary_tables_stay_float32(cast: bool) -> None:
     positions = torch.tensor([[257, 1857, 8191]])
     cos, sin = rope_tables(positions, inv_freq)
     exact = positions.double()[..., None, None] * rope_inverse_frequencies(16, 10000.0)
-    assert (cos.double() - exact.cos()).abs().max() < 0.004
-    assert (sin.double() - exact.sin()).abs().max() < 0.004
+    assert (cos.double() - torch.cat([exact.cos(), exact.cos()], dim=-1)).abs().max() < 0.004
+    assert (sin.double() - torch.cat([-exact.sin(), exact.sin()], dim=-1)).abs().max() < 0.004
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotary_dim", [8, 16])
+def test_rotation_equals_complex_multiplication(dtype: torch.dtype, rotary_dim: int) -> None:
+    x = torch.randn(2, 5, 3, 16).to(dtype)
+    inv_freq = rope_inverse_frequencies(rotary_dim, 100.0)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 30, 31]])
+    got = apply_rope(x, *rope_tables(positions, inv_freq.float()))
+    half = rotary_dim // 2
+    pairs = torch.complex(x[..., :half].double(), x[..., half:rotary_dim].double())
+    turned = pairs * torch.polar(torch.ones(()).double(), positions[..., None, None] * inv_freq)
+    expected = torch.cat([turned.real, turned.imag, x[..., rotary_dim:].double()], dim=-1)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
 
 
 def test_compiled_blocks_keep_keys_and_gradients() -> None:

@@ -107,13 +107,22 @@ def _dispatch(words: list[str]) -> int:
     raise UserError(f"unknown {what} {command!r}; {did_you_mean(command, known)}")
 
 
+def _is_lightnings_own(error: BaseException) -> bool:
+    """Whether Lightning itself has raised a ValueError: it does so for settings that don't go together."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return isinstance(error, ValueError) and name.startswith("lightning.")
+
+
 def _mistake(error: BaseException | None) -> str | None:
     """The line for the user if the error, or what caused it, is a mistake of theirs."""
     while error is not None:
         if isinstance(error, UserError):
             return str(error)
         # By name, as most commands never import Lightning.
-        if type(error).__name__ == "MisconfigurationException":
+        if type(error).__name__ == "MisconfigurationException" or _is_lightnings_own(error):
             return str(error)
         if type(error).__name__ == "ProcessRaisedException":  # from a rank that torch.multiprocessing started
             told = re.search(rf"^{UserError.__module__}\.{UserError.__name__}: (.*)", str(error), re.M | re.S)

@@ -18,7 +18,7 @@ class AttentionInputs:
     """What all layers of one forward share.
 
     Args:
-        cos, sin: (batch or 1, seq, 1, rotary_dim / 2) float32.
+        cos, sin: (batch or 1, seq, 1, rotary_dim) float32, see `rope_tables`.
         cu_seqlens: (documents + 1,) int32, cumulative document lengths over the flattened batch, or None.
         max_seqlen: the longest document.
         cache: where keys and values go, or None.

@@ -60,32 +60,37 @@ def _field(scaling: Mapping[str, Any], name: str, kind: str) -> float:
 
 
 def rope_tables(position_ids: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every angle.
+    """Cosine and sine of every angle, laid out for :func:`apply_rope`.
 
     Args:
         position_ids: (batch or 1, seq) integers.
         inv_freq: (rotary_dim / 2,) float32 on the same device.
 
     Returns:
-        Two float32 tensors (batch or 1, seq, 1, rotary_dim / 2), whatever the default dtype or autocast.
+        Two float32 tensors (batch or 1, seq, 1, rotary_dim), whatever the default dtype or autocast: the angle of pair
+        i stands at i and at i + rotary_dim / 2, and the sine is negative at the first of the two.
     """
     angles = position_ids.to(torch.float32)[..., None, None] * inv_freq
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first ``2 * cos.shape[-1]`` dimensions of each head, in pairs (i, i + half) as Hugging Face's Llama.
+    """Rotates the first ``cos.shape[-1]`` dimensions of each head, in pairs (i, i + half) as Hugging Face's Llama.
+
+    (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin): x times the cosines, plus its halves swapped times the signed
+    sines, which is three passes over x instead of seven.
 
     Args:
         x: (batch, seq, heads, head_dim).
-        cos, sin: (batch or 1, seq, 1, rotary_dim / 2) float32, from :func:`rope_tables`.
+        cos, sin: (batch or 1, seq, 1, rotary_dim) float32, from :func:`rope_tables`.
 
     Returns:
         The shape and dtype of ``x``; computed in float32.
     """
-    half = cos.shape[-1]
-    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    parts = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
-    if rest.shape[-1]:
-        parts.append(rest)
-    return torch.cat(parts, dim=-1).to(x.dtype)
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        rotated = apply_rope(x[..., :rotary_dim], cos, sin)
+        return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
+    swapped = x.roll(rotary_dim // 2, dims=-1)
+    return torch.addcmul(x * cos, swapped.to(cos.dtype), sin).to(x.dtype)
