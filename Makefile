@@ -28,7 +28,7 @@ setup: $(VENV)/.setup
 setup-dev: $(VENV)/.setup-dev
 
 demo: setup
-	$(BIN)/lit-llm prepare python-stdlib --output $(DEMO)/store --vocab_size 2048 --val_fraction 0.05
+	$(BIN)/lit-llm prepare python-stdlib --output $(DEMO)/store --vocab_size 2048
 	$(BIN)/lit-llm fit --config configs/demo.yaml --trainer.default_root_dir $(DEMO) --data.store $(DEMO)/store
 	$(BIN)/lit-llm predict --config configs/demo.yaml --trainer.default_root_dir $(DEMO) --ckpt_path last
 	@$(BIN)/python -c "import json; [print('-' * 72, r['prompt'] + r['completion'], sep='\n') \
