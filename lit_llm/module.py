@@ -226,6 +226,8 @@ class LitLLM(L.LightningModule):
         optimizer = build_optimizer(self, self.optimizer_config)
         total = self.schedule_config.total_steps or self.total_steps()
         scheduler = build_scheduler(optimizer, self.schedule_config, total)
+        steps = "no fixed number of" if total is None else f"{total:,}"
+        rank_zero_info(f"schedule: {self.schedule_config.name} over {steps} steps")
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def total_steps(self) -> int | None:
@@ -245,13 +247,11 @@ class LitLLM(L.LightningModule):
         return min(limits) if limits else None
 
     def on_fit_start(self) -> None:
-        """Says what is trained."""
-        parameters = sum(p.numel() for p in self.parameters())
-        total = self.schedule_config.total_steps or self.total_steps()
-        rank_zero_info(
-            f"model: {parameters:,} parameters; schedule: {self.schedule_config.name} over "
-            f"{'no fixed number of' if total is None else f'{total:,}'} steps"
-        )
+        """Says what is trained, and refuses a clip that would turn the gradient round."""
+        clip = self.trainer.gradient_clip_val
+        if clip is not None and clip < 0:
+            raise UserError(f"trainer.gradient_clip_val must be above 0, or null for none; got {clip}")
+        rank_zero_info(f"model: {sum(p.numel() for p in self.parameters()):,} parameters")
 
     def on_train_start(self) -> None:
         """Starts the clock of tokens per second."""
@@ -349,6 +349,7 @@ class LitLLM(L.LightningModule):
             )
         if saved["tokenizer"] is not None:
             self.tokenizer = Tokenizer.from_files(saved["tokenizer"])
+            self._refuse_other_tokenizer()
         if self.model is None:
             self.configure_model()
         self._window.trained_tokens = torch.tensor(saved["trained_tokens"], dtype=torch.int64)
@@ -358,6 +359,19 @@ class LitLLM(L.LightningModule):
             names = [n for n in ("bos_token_id", "eos_token_id", "unpadded_vocab_size") if n in saved["config"]]
             unknown = {n: saved["config"][n] for n in names if getattr(self.model.config, n) is None}
             self.model.config = dataclasses.replace(self.model.config, **unknown)
+
+    def _refuse_other_tokenizer(self) -> None:
+        """A loss over ids that mean other texts than those the model learned is no figure at all."""
+        trainer = self._trainer
+        if trainer is None or trainer.predicting:
+            return
+        theirs, mine = getattr(getattr(trainer, "datamodule", None), "tokenizer", None), self.tokenizer
+        if theirs is not None and mine is not None and theirs.fingerprint != mine.fingerprint:
+            raise UserError(
+                f"the checkpoint was trained with another tokenizer ({mine.vocab_size} ids) than data.store's "
+                f"({theirs.vocab_size} ids); give the store it was trained on, or prepare this text with its tokenizer "
+                "(--tokenizer, the other store's folder)"
+            )
 
     def _save_hparams(self) -> None:
         """What ``load_from_checkpoint`` passes to ``__init__``, as plain types."""

@@ -260,7 +260,7 @@ def test_total_steps_of_the_config_wins() -> None:
 @pytest.mark.parametrize("unknown", [None, -1, math.inf])
 def test_unknown_length(unknown: Any) -> None:
     for config in (ScheduleConfig(), ScheduleConfig(warmup_steps=5), ScheduleConfig(name="constant")):
-        with pytest.raises(UserError, match="max_steps, or schedule.total_steps"):
+        with pytest.raises(UserError, match="max_steps, or model.schedule.total_steps"):
             lr_factor(0, config, unknown)
     assert lr_factor(7, ScheduleConfig(name="constant", warmup_steps=5), unknown) == 1.0
     assert lr_factor(7, ScheduleConfig(name="inverse_sqrt", warmup_fraction=0.0), unknown) == pytest.approx(8**-0.5)
@@ -273,7 +273,10 @@ def test_unknown_length(unknown: Any) -> None:
         ({"warmup_steps": -1}, r"schedule\.warmup_steps must be a whole number, at least 0, not -1"),
         ({"warmup_steps": 1.5}, r"schedule\.warmup_steps"),
         ({"warmup_fraction": 1.1}, r"schedule\.warmup_fraction must be a number, at least 0 and at most 1, not 1\.1"),
-        ({"warmup_steps": 3, "warmup_fraction": 0.1}, r"schedule\.warmup_steps \(3\) and schedule\.warmup_fraction"),
+        (
+            {"warmup_steps": 3, "warmup_fraction": 0.1},
+            r"schedule\.warmup_steps \(3\) and model\.schedule\.warmup_fraction",
+        ),
         ({"name": "wsd", "decay_steps": 3, "decay_fraction": 0.1}, "exclude each other"),
         ({"decay_steps": 3}, "belong to wsd, not to cosine"),
         ({"min_lr_ratio": None}, r"schedule\.min_lr_ratio"),

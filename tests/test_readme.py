@@ -20,6 +20,7 @@ SMALLER = {
     "seq_len 256": "seq_len 32",
     "seq_len=256": "seq_len=32",
     "max_steps 300": "max_steps 2",
+    "val_check_interval 100": "val_check_interval 1",
     "max_steps 320": "max_steps 3",
     "max_steps=300": "max_steps=2",
     'config="3m"': 'config="1m"',

@@ -58,6 +58,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, expected: list[in
     assert kept(keep_top_p(PROBABILITIES.to(dtype), p)) == [expected]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_top_p_hit_exactly_keeps_no_extra(dtype: torch.dtype) -> None:
+    for percent in ([45, 35, 10, 5, 5], [30, 30, 25, 15], [50, 25, 15, 10], [40, 30, 30], [10] * 10):
+        logits = torch.tensor([[share / 100 for share in percent]], dtype=dtype).log()
+        for count in range(1, len(percent)):
+            assert kept(keep_top_p(logits, sum(percent[:count]) / 100)) == [list(range(count))]
+
+
 @pytest.mark.parametrize(
     ("k", "expected"), [(1, [3]), (2, [0, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (99, [0, 1, 2, 3])]
 )
@@ -129,15 +137,21 @@ def test_draw_inverts_the_cumulative_distribution_in_order() -> None:
     assert draw(probabilities.log().expand(7, -1), u).tolist() == [0, 0, 2, 2, 2, 3, 3]
 
 
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-52])
-def test_draw_never_takes_an_id_of_probability_zero(u: float) -> None:
+def test_draw_never_takes_an_id_of_probability_zero(u: float, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for size in (1, 2, 1000, 50_000):
         logits = torch.randn(3, size, generator=generator) * 20
         allowed = torch.rand(3, size, generator=generator) < 0.1
         allowed[:, size // 2] = True
-        logits = logits.masked_fill(~allowed, -torch.inf)
-        tokens = draw(logits, torch.full((3,), u, dtype=torch.float64))
+        logits = logits.masked_fill(~allowed, -torch.inf).to(device)
+        tokens = draw(logits, torch.full((3,), u, dtype=torch.float64, device=device))
         assert logits.gather(1, tokens[:, None]).isfinite().all()
 
 

@@ -193,6 +193,8 @@ def test_stop_texts_are_found_across_tokens_and_never_shown() -> None:
     assert "".join(pieces_of(tokenizer, ids, ["ENDb", "nothing"])) == text + " "
     assert "".join(pieces_of(tokenizer, ids, ["ENDbb"])) == tokenizer.decode(ids)
     assert pieces_of(tokenizer, ids, ["a"]) == ["", ""]
+    # One token may complete two stop texts: the first in the text counts.
+    assert pieces_of(tokenizer, ids_of(tokenizer, "a", "ND", "b"), ["D", "N"]) == ["a", "", ""]
 
 
 @pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
@@ -273,6 +275,16 @@ def test_between_pieces_the_model_is_as_it_was() -> None:
         assert torch.is_grad_enabled()
     running.close()
     assert model.training
+
+
+def test_inference_mode_may_come_and_go() -> None:
+    tokenizer = byte_fallback()
+    model = Scripted(ids_of(tokenizer, "a", "b", "E"), tokenizer.vocab_size)
+    with torch.inference_mode():
+        running = stream(model, [3], GenerationConfig(max_new_tokens=6), tokenizer)
+        pieces = [next(running)]
+        assert torch.is_inference_mode_enabled()
+    assert "".join([*pieces, *running]) == "abEabE"
 
 
 def test_mistakes_show_at_the_call() -> None:

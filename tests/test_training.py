@@ -14,9 +14,11 @@ from torch import Tensor
 from lit_llm import LitLLM, TokenDataModule, TokenStore
 from lit_llm.data.module import fit_progress_to_layout
 from lit_llm.data.order import TrainOrder
+from lit_llm.data.prepare import prepare
 from lit_llm.data.rows import TokenRows
 from lit_llm.errors import UserError
 from lit_llm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_scheduler
+from tests.conftest import write_texts
 from tests.distributed import run_ranks
 from tests.training import MODEL, fit
 
@@ -172,6 +174,29 @@ def test_an_integer_val_check_interval_counts_steps(store: str, tmp_path: Path) 
     )
     trainer.fit(LitLLM(config=MODEL), TokenDataModule(store, seq_len=16, global_batch_size=8, micro_batch_size=2))
     assert at == [2, 4, 6]
+
+
+def test_an_interval_longer_than_an_epoch_counts_on_over_its_end(store: str, tmp_path: Path) -> None:
+    steps = TrainOrder(len(TokenRows(TokenStore(store), 16)), 8, 8).steps_per_epoch + 2
+    got = fit(store, str(tmp_path), max_steps=steps, micro_batch_size=8, val_check_interval=steps)
+    assert got["val_loss"] is not None
+
+
+def test_a_negative_clip_is_refused(store: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gradient_clip_val must be above 0"):
+        fit(store, str(tmp_path), max_steps=1, gradient_clip_val=-1.0)
+
+
+def test_a_store_of_another_tokenizer_is_refused(store: str, tmp_path: Path) -> None:
+    fit(store, str(tmp_path), max_steps=1, save_at=1)
+    write_texts(tmp_path / "texts", documents=30, seed=9)
+    prepare([str(tmp_path / "texts")], tmp_path / "other", vocab_size=290, val_fraction=0.2, workers=1, progress=False)
+    same = tmp_path / "same"
+    prepare([str(tmp_path / "texts")], same, tokenizer=store, val_fraction=0.2, workers=1, progress=False)
+    path = str(tmp_path / "checkpoints" / "step=1.ckpt")
+    with pytest.raises(UserError, match="another tokenizer"):
+        fit(str(tmp_path / "other"), str(tmp_path), max_steps=2, ckpt_path=path)
+    fit(str(same), str(tmp_path), max_steps=2, ckpt_path=path)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -195,12 +195,8 @@ class TokenDataModule(L.LightningDataModule):
             self._val_check_steps = self._val_check_steps or trainer.val_check_interval
             if self._val_check_steps < 1:
                 raise UserError(f"trainer.val_check_interval must be at least 1 step, got {self._val_check_steps}")
-            if self._val_check_steps > self._order.steps_per_epoch and trainer.check_val_every_n_epoch is not None:
-                raise UserError(
-                    f"trainer.val_check_interval {self._val_check_steps} is more than the "
-                    f"{self._order.steps_per_epoch} steps of an epoch; lower it, or count steps over epochs by "
-                    "check_val_every_n_epoch null"
-                )
+            if self._val_check_steps > self._order.steps_per_epoch:
+                trainer.check_val_every_n_epoch = None  # so many steps pass an epoch's end: count on over it
             trainer.val_check_interval = self._val_check_steps * accumulation
         unused = store.num_tokens - len(self._rows["train"]) * self.seq_len
         rank_zero_info(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,7 +94,7 @@ def decode_one_token(model: Transformer, tokens: Tensor, cache: KVCache) -> Tens
 
 def generate(
     model: Transformer,
-    prompts: Sequence[Sequence[int] | Tensor] | Tensor,
+    prompts: Iterable[Sequence[int] | Tensor],
     generation_config: GenerationConfig | None = None,
     *,
     tokenizer: TextTokenizer | None = None,
@@ -109,7 +109,8 @@ def generate(
     blocks run eagerly, since every length would be compiled anew.
 
     Args:
-        prompts: lists of ids, or tensors (seq,), of any lengths. An empty prompt starts from the model's BOS id.
+        prompts: lists of ids, or tensors (seq,), of any lengths; or one tensor (prompts, seq). An empty prompt starts
+            from the model's BOS id.
         generation_config: None: the defaults, which are greedy.
         tokenizer: for ``text`` in the results, and for stop texts.
         sample_number: which sample of a prompt's completions to draw, one for all or one per prompt.
@@ -124,7 +125,7 @@ def generate(
         UserError: a prompt that leaves no room for one new token or holds an id outside the vocabulary; an empty one
             without a BOS id; stop texts without a tokenizer; logits that are NaN.
     """
-    config = generation_config or GenerationConfig()
+    config, prompts = generation_config or GenerationConfig(), list(prompts)
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size must be at least 1 or None for all prompts, got {batch_size}")
     numbers = [sample_number] * len(prompts) if isinstance(sample_number, int) else list(sample_number)
@@ -272,7 +273,8 @@ class DecodingLoop:
 def decoding_mode(model: nn.Module) -> Iterator[None]:
     """No dropout, no gradients, no compilation inside; everything as it was afterwards.
 
-    Not inference mode: sharded parameters do not support it.
+    Inference mode is switched off where it is on: sharded parameters do not support it, and a cache made in it could
+    not be written outside it.
     """
     training = [module for module in model.modules() if module.training]
     # Nothing can be compiled before torch._dynamo is imported, and the import takes a second.
@@ -280,7 +282,8 @@ def decoding_mode(model: nn.Module) -> Iterator[None]:
     try:
         for module in training:
             module.training = False
-        with torch.no_grad(), torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext():
+        eager = torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext()
+        with torch.inference_mode(False), torch.no_grad(), eager:
             yield
     finally:
         for module in training:

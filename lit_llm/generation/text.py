@@ -62,7 +62,10 @@ class TextStream:
         if decoded.endswith(_REPLACEMENT) or not self._settled_by(token):
             return ""
         if len(decoded) > self._known:
-            self._restart_window()
+            # What a decoder does to the first token of a text, such as dropping its space, then falls on a token that
+            # is settled, both times it is decoded.
+            self._window = [token]
+            self._known = len(self._decode(self._window))
         keep = len(tail) - _overlap(tail, self._stop)
         self._pending = tail[keep:]
         return self._hand_on(tail[:keep])
@@ -91,15 +94,6 @@ class TextStream:
         # A token without text, such as a special one, does not end a run of bytes.
         self._in_run = not self._settles[token] or (self._in_run and not self._decode([token]))
         return not self._in_run
-
-    def _restart_window(self) -> None:
-        """Keeps the shortest tail of the window that has text of its own: what a decoder does to the first token of a
-        text, such as dropping its space, then falls on text that is settled."""
-        for start in range(len(self._window) - 1, -1, -1):
-            text = self._decode(self._window[start:])
-            if text:
-                self._window, self._known = self._window[start:], len(text)
-                return
 
 
 def _overlap(text: str, stops: Sequence[str]) -> int:

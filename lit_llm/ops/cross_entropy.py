@@ -13,10 +13,11 @@ from lit_llm.errors import UserError
 
 LossBackend = Literal["auto", "reference", "chunked"]
 
-# Rows of logits held at a time. Many rows pass over the weight's gradient less often, few take less memory:
-# an eighth of the tokens, within these bounds (measured with benchmarks/loss.py).
+# Rows of logits held at a time: an eighth of the tokens, within bounds (measured with benchmarks/loss.py). Each chunk
+# passes over the whole gradient of the weight, which few rows do not repay; small products leave threads waiting.
 _CHUNKS = 8
 _MIN_CHUNK_ROWS = 128
+_MIN_CHUNK_BYTES = 16 * 2**20
 _MAX_CHUNK_BYTES = {"cpu": 256 * 2**20, "cuda": 1024 * 2**20}
 # Rows of the weight's gradient whose half-precision product is held before it joins the float32 sum.
 _VOCABULARY_BLOCK = 16384
@@ -50,7 +51,7 @@ def linear_cross_entropy(
             where looking at it would stall the stream, it trips the device's index assertion.
         bias: (vocab_size,) or None.
         ignore_index: the label of a position that counts neither in the sum nor in the number.
-        chunk_size: tokens whose logits are held at a time; None chooses by size.
+        chunk_size: tokens whose logits are held at a time; None takes an eighth of them, or 16 MiB.
         backend: "reference" holds all logits, "chunked" does not, "auto" is "chunked".
 
     Returns:
@@ -239,9 +240,9 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _default_chunk_size(tokens: int, vocab_size: int, device: str) -> int:
-    rows = max(-(-tokens // _CHUNKS), _MIN_CHUNK_ROWS)
-    rows = min(rows, _MAX_CHUNK_BYTES.get(device, _MAX_CHUNK_BYTES["cpu"]) // (4 * max(vocab_size, 1)))
-    return max(rows, 1)
+    row_bytes = 4 * max(vocab_size, 1)
+    rows = max(-(-tokens // _CHUNKS), _MIN_CHUNK_ROWS, _MIN_CHUNK_BYTES // row_bytes)
+    return max(min(rows, _MAX_CHUNK_BYTES.get(device, _MAX_CHUNK_BYTES["cpu"]) // row_bytes), 1)
 
 
 def _check(

@@ -39,17 +39,17 @@ class OptimizerConfig:
     fused: bool | None = None
 
     def __post_init__(self) -> None:
-        one_of("optimizer.name", self.name, ("adamw",))
+        one_of("model.optimizer.name", self.name, ("adamw",))
         for field in ("lr", "weight_decay", "eps"):
-            object.__setattr__(self, field, as_float(f"optimizer.{field}", getattr(self, field), 0.0))
+            object.__setattr__(self, field, as_float(f"model.optimizer.{field}", getattr(self, field), 0.0))
         if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
-            raise UserError(f"optimizer.betas must be two numbers, not {self.betas!r}")
+            raise UserError(f"model.optimizer.betas must be two numbers, not {self.betas!r}")
         betas = tuple(
-            as_float(f"optimizer.betas[{i}]", beta, 0.0, 1.0, below=True) for i, beta in enumerate(self.betas)
+            as_float(f"model.optimizer.betas[{i}]", beta, 0.0, 1.0, below=True) for i, beta in enumerate(self.betas)
         )
         object.__setattr__(self, "betas", betas)
         if self.fused is not None and not isinstance(self.fused, bool):
-            raise UserError(f"optimizer.fused must be true, false or null, not {self.fused!r}")
+            raise UserError(f"model.optimizer.fused must be true, false or null, not {self.fused!r}")
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -65,7 +65,7 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.A
     unfit = next((p for p in parameters if p.device.type not in _FUSED_DEVICES or not p.is_floating_point()), None)
     if config.fused and unfit is not None:
         raise UserError(
-            f"optimizer.fused cannot be true for {unfit.dtype} parameters on {unfit.device.type}; set it to null"
+            f"model.optimizer.fused cannot be true for {unfit.dtype} parameters on {unfit.device.type}; set it to null"
         )
     fused = config.fused is not False and unfit is None
     # None, unlike False, leaves torch the choice between kernels over lists of parameters and a loop.

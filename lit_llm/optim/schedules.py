@@ -45,22 +45,24 @@ class ScheduleConfig:
     total_steps: int | None = None
 
     def __post_init__(self) -> None:
-        one_of("schedule.name", self.name, get_args(ScheduleName))
+        one_of("model.schedule.name", self.name, get_args(ScheduleName))
         for field, low in (("warmup_steps", 0), ("decay_steps", 0), ("total_steps", 1)):
             if getattr(self, field) is not None:
-                object.__setattr__(self, field, as_int(f"schedule.{field}", getattr(self, field), low))
+                object.__setattr__(self, field, as_int(f"model.schedule.{field}", getattr(self, field), low))
         for field in ("warmup_fraction", "decay_fraction", "min_lr_ratio"):
             if field == "min_lr_ratio" or getattr(self, field) is not None:
-                object.__setattr__(self, field, as_float(f"schedule.{field}", getattr(self, field), 0.0, 1.0))
+                object.__setattr__(self, field, as_float(f"model.schedule.{field}", getattr(self, field), 0.0, 1.0))
         for part in ("warmup", "decay"):
             steps, fraction = getattr(self, f"{part}_steps"), getattr(self, f"{part}_fraction")
             if steps is not None and fraction is not None:
                 raise UserError(
-                    f"schedule.{part}_steps ({steps}) and schedule.{part}_fraction ({fraction}) exclude each other; "
-                    "give one"
+                    f"model.schedule.{part}_steps ({steps}) and model.schedule.{part}_fraction ({fraction}) exclude "
+                    "each other; give one"
                 )
             if part == "decay" and self.name != "wsd" and not (steps is None and fraction is None):
-                raise UserError(f"schedule.decay_steps and decay_fraction belong to wsd, not to {self.name}; drop them")
+                raise UserError(
+                    f"model.schedule.decay_steps and decay_fraction belong to wsd, not to {self.name}; drop them"
+                )
 
 
 def lr_factor(step: int, config: ScheduleConfig, total_steps: int | None = None) -> float:
@@ -138,6 +140,6 @@ def _required(total: int | None, config: ScheduleConfig, what: str) -> int:
     if total is None:
         raise UserError(
             f"the length of the run is not known, and schedule {config.name!r} needs it for {what}: "
-            "set the trainer's max_steps, or schedule.total_steps"
+            "set the trainer's max_steps, or model.schedule.total_steps"
         )
     return total
