@@ -35,9 +35,10 @@ class TokenLoss(Metric):
             loss_sum, tokens: scalars, summed loss and number of label tokens.
             num_bytes: UTF-8 bytes of text that the label tokens stand for, any shape; None: not known.
         """
-        self.loss_sum += loss_sum
-        self.tokens += tokens
-        self.num_bytes += math.nan if num_bytes is None else num_bytes.sum()
+        # Not in place: a state that an evaluation under inference_mode left behind can't be changed by the next one.
+        self.loss_sum = self.loss_sum + loss_sum
+        self.tokens = self.tokens + tokens
+        self.num_bytes = self.num_bytes + (math.nan if num_bytes is None else num_bytes.sum())
 
     def compute(self) -> dict[str, float]:
         """``loss``, ``perplexity`` = exp(loss), and ``bits_per_byte`` = summed loss / ln 2 / bytes where known.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_llm.data.tokenizer import Tokenizer
@@ -239,10 +239,8 @@ class LitLLM(L.LightningModule):
             if per_epoch is None:
                 steps = trainer.estimated_stepping_batches
                 return int(steps) if steps != float("inf") else None
-            if isinstance(trainer.limit_train_batches, int):
+            if isinstance(trainer.limit_train_batches, int):  # whole steps, see TokenDataModule
                 per_epoch = min(per_epoch, -(-trainer.limit_train_batches // trainer.accumulate_grad_batches))
-            elif trainer.limit_train_batches != 1.0:
-                per_epoch = max(1, int(per_epoch * trainer.limit_train_batches))
             limits.append(per_epoch * trainer.max_epochs)
         return min(limits) if limits else None
 
@@ -254,7 +252,8 @@ class LitLLM(L.LightningModule):
         rank_zero_info(f"model: {sum(p.numel() for p in self.parameters()):,} parameters")
 
     def on_train_start(self) -> None:
-        """Starts the clock of tokens per second."""
+        """Begins with no open window, and starts the clock of tokens per second."""
+        self._window.discard()
         self._window.start_clock()
 
     # Evaluation
@@ -268,8 +267,13 @@ class LitLLM(L.LightningModule):
         self._add_evaluated(batch)
 
     def on_validation_start(self) -> None:
-        """Stops the clock of tokens per second."""
+        """Begins a new mean, and stops the clock of tokens per second."""
+        self.evaluated.reset()
         self._window.pause_clock()
+
+    def on_test_start(self) -> None:
+        """Begins a new mean."""
+        self.evaluated.reset()
 
     def on_validation_end(self) -> None:
         """Starts it again."""
@@ -354,7 +358,7 @@ class LitLLM(L.LightningModule):
             self.configure_model()
         self._window.trained_tokens = torch.tensor(saved["trained_tokens"], dtype=torch.int64)
         if saved["config"] is not None and isinstance(self.model, Transformer):
-            _refuse_other_shape(saved["config"], self.model)
+            _compare_shapes(saved["config"], self.model)
             # The model may have been built before its tokenizer was known.
             names = [n for n in ("bos_token_id", "eos_token_id", "unpadded_vocab_size") if n in saved["config"]]
             unknown = {n: saved["config"][n] for n in names if getattr(self.model.config, n) is None}
@@ -403,13 +407,32 @@ def _refuse_unshifted(batch: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_other_shape(saved: Mapping[str, Any], model: Transformer) -> None:
+# What may differ between a checkpoint and the model that it is loaded into: it changes neither shapes nor the function.
+_FREE_FIELDS = {
+    "max_position_embeddings",
+    "attention_dropout",
+    "initializer_range",
+    "unpadded_vocab_size",
+    "bos_token_id",
+    "eos_token_id",
+}
+_SHAPES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "tie_word_embeddings", "norm_type", "use_qk_norm"),
+    *("attention_bias", "attention_output_bias", "mlp_bias"),
+}
+
+
+def _compare_shapes(saved: Mapping[str, Any], model: Transformer) -> None:
+    """Refuses a checkpoint whose weights do not fit, and names what else the model computes differently."""
     present = model.config.to_dict()
-    sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-    sizes += ["num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "use_qk_norm", "norm_type"]
-    different = [f"{n} {saved[n]} there, {present[n]} here" for n in sizes if n in saved and saved[n] != present[n]]
-    if different:
-        raise UserError(f"the checkpoint is of another model: {'; '.join(different)}; give its model.config")
+    changed = [n for n in saved if n in present and n not in _FREE_FIELDS and saved[n] != present[n]]
+    named = {n: f"{n} {saved[n]} there, {present[n]} here" for n in changed}
+    misfits = [named[n] for n in changed if n in _SHAPES]
+    if misfits:
+        raise UserError(f"the checkpoint is of another model: {'; '.join(misfits)}; give its model.config")
+    if changed:
+        rank_zero_warn(f"the model computes otherwise than the checkpoint's: {'; '.join(named.values())}")
 
 
 def _as(kind: type[_Config], value: Any) -> _Config:

@@ -26,6 +26,10 @@ class StepWindow:
         self._paused_at: float | None = None
         self._tokens_at_clock = 0
 
+    def discard(self) -> None:
+        """Forgets an unfinished window, as of a fit that was stopped in the middle of a step."""
+        self.scale = self._loss_sum = self._count = None
+
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch has been added since the last step."""

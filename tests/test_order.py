@@ -56,6 +56,7 @@ def test_an_epoch_over_ranks_is_every_sample_once(num_samples: int, ranks: int, 
     epochs = [_epoch(order) for order in orders]
     lengths = {len(epoch) for epoch in epochs}
     assert lengths == {orders[0].micro_batches_per_epoch}
+    assert lengths == {orders[0].steps_per_epoch * orders[0].accumulation}
     samples = [i for epoch in epochs for part in epoch for i in part if i >= 0]
     assert sorted(samples) == list(range(num_samples))
 

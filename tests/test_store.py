@@ -181,12 +181,18 @@ def test_damaged_files_are_named(small: Path) -> None:
     offsets = np.fromfile(index, "<i8")
     offsets[3] = offsets[2]
     offsets.tofile(index)
-    with pytest.raises(UserError, match=r"train-00000\.idx: its checksum"):
-        TokenStore(small).verify()
+    with pytest.raises(UserError, match=r"train-00000\.idx: offsets that do not rise"):
+        TokenStore(small)
     offsets[-1] += 1
     offsets.tofile(index)
     with pytest.raises(UserError, match=r"train-00000\.idx: it runs from 0 to"):
         TokenStore(small)
+
+
+def test_a_replaced_tokenizer_is_named(small: Path) -> None:
+    Tokenizer.from_files({"tokenizer.json": word_level(40).to_str()}).save(small)
+    with pytest.raises(UserError, match="its tokenizer is not the one that made the ids"):
+        _ = TokenStore(small).tokenizer
 
 
 def test_no_store_says_how_to_make_one(small: Path, tmp_path: Path) -> None:

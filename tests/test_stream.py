@@ -295,3 +295,10 @@ def test_mistakes_show_at_the_call() -> None:
         stream(model, [20], tokenizer=byte_level())
     with pytest.raises(UserError, match=r"generation\.stop needs a tokenizer"):
         generate(model, [[3]], GenerationConfig(stop=["x"]))
+
+
+def test_a_vocabulary_of_whole_words_without_one_for_the_unknown() -> None:
+    words = PlainTokenizer(Backend(models.WordLevel({"a": 0, "b": 1, "c": 2})))
+    text = TextStream(words)
+    pieces = [text.push(token) for token in (0, 2, 1)] + [text.finish()]
+    assert "".join(pieces) == words.decode([0, 2, 1])

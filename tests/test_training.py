@@ -182,6 +182,98 @@ def test_an_interval_longer_than_an_epoch_counts_on_over_its_end(store: str, tmp
     assert got["val_loss"] is not None
 
 
+def _trainer(folder: Path, **options: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return L.Trainer(accelerator="cpu", default_root_dir=folder, **{**quiet, "enable_model_summary": False, **options})
+
+
+def test_evaluation_before_training_leaves_nothing_behind(store: str, tmp_path: Path) -> None:
+    lit, data = LitLLM(config=MODEL), TokenDataModule(store, seq_len=16, global_batch_size=8)
+    trainer = _trainer(tmp_path, max_steps=3, val_check_interval=2)
+    before = trainer.validate(lit, data, verbose=False)
+    trainer.fit(lit, data)
+    assert trainer.validate(lit, data, verbose=False)[0]["val/loss"] < before[0]["val/loss"]
+    trainer.test(lit, data, verbose=False)
+
+
+def test_one_trainer_fits_again_with_another_layout(store: str, tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, max_steps=2, val_check_interval=1)
+    for micro in (2, 4):
+        data = TokenDataModule(store, seq_len=16, global_batch_size=8, micro_batch_size=micro)
+        trainer.fit_loop.epoch_loop.max_steps += 2
+        trainer.fit(LitLLM(config=MODEL), data)
+        assert trainer.accumulate_grad_batches == 8 // micro
+        assert trainer.val_check_interval == 8 // micro
+
+
+def test_one_data_module_serves_trainers_with_other_intervals(store: str, tmp_path: Path) -> None:
+    data = TokenDataModule(store, seq_len=16, global_batch_size=8, micro_batch_size=2)
+    for interval in (1, 3):
+        trainer = _trainer(tmp_path, max_steps=3, val_check_interval=interval)
+        trainer.fit(LitLLM(config=MODEL), data)
+        assert trainer.val_check_interval == 4 * interval
+
+
+def test_an_unfinished_window_does_not_reach_the_next_fit(store: str, tmp_path: Path) -> None:
+    class Stop(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise KeyError("stop in the middle of a step")
+
+    lit, data = LitLLM(config=MODEL), TokenDataModule(store, seq_len=16, global_batch_size=8, micro_batch_size=2)
+    with pytest.raises(KeyError):
+        _trainer(tmp_path, max_steps=2, callbacks=[Stop()]).fit(lit, data)
+    again = _trainer(tmp_path, max_steps=1, log_every_n_steps=1)
+    again.fit(lit, data)
+    expected = reference_run(store, 1)
+    assert float(again.callback_metrics["train/loss"]) == pytest.approx(expected["losses"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("limit", [3, 8, 0.5])
+def test_limits_keep_steps_whole(store: str, tmp_path: Path, limit: int | float) -> None:
+    whole = fit(store, str(tmp_path / "a"), max_steps=16)
+    cut = fit(store, str(tmp_path / "b"), max_steps=16, limit_train_batches=limit, max_epochs=99)
+    assert cut["rows"] == whole["rows"]
+    close(cut["losses"], whole["losses"], 1e-6)
+
+
+def test_float_limits_count_the_steps_of_the_schedule(store: str, tmp_path: Path) -> None:
+    data = TokenDataModule(store, seq_len=16, global_batch_size=8, micro_batch_size=2)
+    lit, trainer = LitLLM(config=MODEL), _trainer(tmp_path, max_epochs=2, limit_train_batches=0.3)
+    trainer.fit(lit, data)
+    assert lit.total_steps() == trainer.global_step
+
+
+def test_overfitting_repeats_whole_global_batches(store: str, tmp_path: Path) -> None:
+    got = fit(store, str(tmp_path), max_steps=4, max_epochs=9, overfit_batches=8)
+    assert [len(rows) for rows in got["rows"]] == [2] * 16
+    assert got["rows"][:8] == got["rows"][8:]
+
+
+class ManualStep(LitLLM):
+    """Manual optimization: a step of its own on every micro-batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+        self.seen: list[int] = []
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        loss_sum, count = self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss_sum / count.clamp(min=1))
+        optimizer.step()
+        self.seen.append(int((batch["labels"] != -100).any(dim=1).sum()))
+
+
+def test_manual_optimization_sees_every_row(store: str, tmp_path: Path) -> None:
+    lit = ManualStep(config=MODEL, schedule={"name": "constant", "warmup_steps": 0})
+    data = TokenDataModule(store, seq_len=16, global_batch_size=8, micro_batch_size=2)
+    _trainer(tmp_path, max_epochs=2).fit(lit, data)
+    half = len(lit.seen) // 2
+    assert sum(lit.seen[:half]) == sum(lit.seen[half:]) == len(TokenRows(TokenStore(store), 16))
+
+
 def test_a_negative_clip_is_refused(store: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="gradient_clip_val must be above 0"):
         fit(store, str(tmp_path), max_steps=1, gradient_clip_val=-1.0)
@@ -306,6 +398,10 @@ def test_the_checkpoint_is_plain_and_loads_anywhere(store: str, tmp_path: Path) 
 def test_a_checkpoint_of_another_shape_is_named(store: str, tmp_path: Path) -> None:
     fit(store, str(tmp_path), max_steps=1, save_at=1)
     path = str(tmp_path / "checkpoints" / "step=1.ckpt")
+    with pytest.raises(UserError, match="mlp_bias False there, True here"):
+        fit(store, str(tmp_path), max_steps=2, ckpt_path=path, model={**MODEL, "mlp_bias": True})
+    with pytest.warns(UserWarning, match=r"rope_theta 10000.0 there, 500.0 here"):
+        fit(store, str(tmp_path), max_steps=2, ckpt_path=path, model={**MODEL, "rope_theta": 500.0})
     with pytest.raises(UserError, match="hidden_size 32 there, 64 here"):
         fit(store, str(tmp_path), max_steps=2, ckpt_path=path, model={**MODEL, "hidden_size": 64})
 

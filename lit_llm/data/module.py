@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
-import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from lit_llm.data.order import EvalOrder, StepSource, TrainOrder
 from lit_llm.data.prompts import Prompt, read_prompts
@@ -72,7 +71,6 @@ class TokenDataModule(L.LightningDataModule):
         self._stores: dict[str, TokenStore] = {}
         self._rows: dict[str, TokenRows] = {}
         self._order: TrainOrder | None = None
-        self._val_check_steps: int | None = None
 
     # What the model needs to know
 
@@ -183,27 +181,45 @@ class TokenDataModule(L.LightningDataModule):
         self._rows["train"] = TokenRows(store, self.seq_len, self.isolate_documents)
         self._order = TrainOrder(len(self._rows["train"]), self.global_batch_size, micro, self.seed, rank, replicas)
         accumulation = self._order.accumulation
-        if trainer.accumulate_grad_batches not in (1, accumulation):
-            raise UserError(
-                f"trainer.accumulate_grad_batches {trainer.accumulate_grad_batches} contradicts global_batch_size "
-                f"{self.global_batch_size} = micro_batch_size {micro} x {replicas} ranks x accumulation "
-                f"{accumulation}; leave it out, it is derived"
-            )
-        trainer.accumulate_grad_batches = accumulation
-        # Lightning counts micro-batches here; a user's integer means optimizer steps.
-        if isinstance(trainer.val_check_interval, int) and not isinstance(trainer.val_check_interval, bool):
-            self._val_check_steps = self._val_check_steps or trainer.val_check_interval
-            if self._val_check_steps < 1:
-                raise UserError(f"trainer.val_check_interval must be at least 1 step, got {self._val_check_steps}")
-            if self._val_check_steps > self._order.steps_per_epoch:
-                trainer.check_val_every_n_epoch = None  # so many steps pass an epoch's end: count on over it
-            trainer.val_check_interval = self._val_check_steps * accumulation
+        self._count_in_micro_batches(trainer, accumulation)
         unused = store.num_tokens - len(self._rows["train"]) * self.seq_len
         rank_zero_info(
             f"data: {len(self._rows['train']):,} rows of {self.seq_len} tokens, {unused} tokens at the end left out; "
             f"{self._order.steps_per_epoch:,} steps an epoch of {self.global_batch_size} rows = {micro} x {replicas} "
             f"rank{'s' if replicas > 1 else ''} x {accumulation} micro-batches"
         )
+
+    def _count_in_micro_batches(self, trainer: L.Trainer, accumulation: int) -> None:
+        """Sets accumulation, and turns what a user says in steps into micro-batches, in which Lightning counts.
+
+        The Trainer's own values are kept on it, as it may fit again with another layout.
+        """
+        names = ("accumulate_grad_batches", "val_check_interval", "limit_train_batches", "check_val_every_n_epoch")
+        asked: dict[str, Any] = trainer.__dict__.setdefault("_lit_llm_asked", {n: getattr(trainer, n) for n in names})
+        assert self._order is not None
+        steps = self._order.steps_per_epoch
+        if asked["accumulate_grad_batches"] not in (1, accumulation):
+            raise UserError(
+                f"trainer.accumulate_grad_batches {asked['accumulate_grad_batches']} contradicts global_batch_size "
+                f"{self.global_batch_size} = micro_batch_size {self._order.micro_batch_size} x "
+                f"{self._order.num_replicas} ranks x accumulation {accumulation}; leave it out, it is derived"
+            )
+        trainer.accumulate_grad_batches = accumulation
+        interval = asked["val_check_interval"]
+        trainer.check_val_every_n_epoch = asked["check_val_every_n_epoch"]
+        if isinstance(interval, int) and not isinstance(interval, bool):
+            if interval < 1:
+                raise UserError(f"trainer.val_check_interval must be at least 1 step, got {interval}")
+            if interval > steps:
+                trainer.check_val_every_n_epoch = None  # so many steps pass an epoch's end: count on over it
+            trainer.val_check_interval = interval * accumulation
+        elif isinstance(interval, float) and interval < 1.0:
+            trainer.val_check_interval = max(1, int(steps * interval)) * accumulation
+        limit = asked["limit_train_batches"]
+        if isinstance(limit, float) and limit < 1.0 and limit > 0:
+            limit = max(1, int(steps * limit)) * accumulation
+        if isinstance(limit, int):  # whole steps, or a step would leave out rows of its global batch
+            trainer.limit_train_batches = -(-limit // accumulation) * accumulation
 
     def require_store(self) -> str:
         """The store's folder; UserError without one."""
@@ -250,8 +266,15 @@ class TokenDataModule(L.LightningDataModule):
         return 0 if self.trainer is None else self.trainer.global_step
 
     def _next_step(self) -> int:
-        """The optimizer step whose rows come next; always the first when Lightning overfits a few batches."""
-        return 0 if getattr(self.trainer, "overfit_batches", 0) else self._completed_steps()
+        """The step whose rows come next; always the first when Lightning overfits a few batches."""
+        trainer = self.trainer
+        if trainer is None or getattr(trainer, "overfit_batches", False):
+            return 0
+        if trainer.lightning_module.automatic_optimization:
+            return self._completed_steps()
+        # With manual optimization any number of optimizer steps may be taken in a micro-batch.
+        assert self._order is not None
+        return trainer.fit_loop.epoch_loop.batch_progress.total.ready // self._order.accumulation
 
     def _epochs_are_cut(self) -> bool:
         return self.trainer is not None and self.trainer.limit_train_batches != 1.0
@@ -273,28 +296,38 @@ class TokenLoader(DataLoader):
         """Nothing to load."""
 
 
-class _TrainSampler(DistributedSampler):
-    """Yields micro-batches; a DistributedSampler, so that Lightning leaves it in place under ddp."""
+class _BatchSampler(DistributedSampler, SequentialSampler):
+    """A sampler whose items are whole micro-batches.
+
+    Lightning leaves a DistributedSampler in place under ddp, and a SequentialSampler when it overfits a few batches.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("subclasses say what comes")
+
+
+class _TrainSampler(_BatchSampler):
+    """This rank's micro-batches, from the step on that comes next."""
 
     def __init__(self, rows: TokenRows, order: TrainOrder, next_step: StepSource, endless: Any) -> None:
         super().__init__(rows, order.num_replicas, order.rank, shuffle=False)  # type: ignore[arg-type]
         self.order, self._next_step, self._endless = order, next_step, endless
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Any]:
         return self.order.epoch_from(self._next_step(), endless=self._endless())
 
     def __len__(self) -> int:
         return self.order.micro_batches_per_epoch
 
 
-class _EvalSampler(DistributedSampler):
-    """Yields evaluation batches; see :class:`_TrainSampler`."""
+class _EvalSampler(_BatchSampler):
+    """This rank's evaluation batches."""
 
     def __init__(self, rows: TokenRows, order: EvalOrder) -> None:
         super().__init__(rows, order.num_replicas, order.rank, shuffle=False)  # type: ignore[arg-type]
         self.order = order
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.order)
 
     def __len__(self) -> int:

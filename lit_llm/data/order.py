@@ -62,8 +62,9 @@ class TrainOrder:
 
     A global batch is ``global_batch_size`` consecutive places of the epoch's permutation. Micro-batch a of rank r takes
     the places (a x ranks + r) x micro_batch_size onward of it, so that the global batch of a step is the same set of
-    samples whatever the number of ranks and the micro-batch size. The last global batch of an epoch holds what is left;
-    ranks without a sample in it get one place -1, a row without labels.
+    samples whatever the number of ranks and the micro-batch size. The last global batch of an epoch holds what is left,
+    in as many micro-batches as any other; those without a sample get one place -1, a row without labels. So a step is
+    always the same number of micro-batches, which is how Lightning counts.
 
     Args:
         num_samples: in an epoch.
@@ -92,8 +93,7 @@ class TrainOrder:
     @property
     def micro_batches_per_epoch(self) -> int:
         """Micro-batches of a rank in an epoch, equal on all ranks."""
-        full, rest = divmod(self.num_samples, self.global_batch_size)
-        return full * self.accumulation + -(-rest // (self.micro_batch_size * self.num_replicas))
+        return self.steps_per_epoch * self.accumulation
 
     def global_batch(self, step: int) -> np.ndarray:
         """The samples of optimizer step ``step`` (counted from the start of training), int64."""
@@ -106,7 +106,7 @@ class TrainOrder:
         """This rank's parts of a step."""
         samples = self.global_batch(step)
         per_round = self.micro_batch_size * self.num_replicas
-        for start in range(0, len(samples), per_round):
+        for start in range(0, self.global_batch_size, per_round):
             first = start + self.rank * self.micro_batch_size
             part = samples[first : first + self.micro_batch_size]
             yield part if len(part) else np.array([-1])

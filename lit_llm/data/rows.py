@@ -36,13 +36,11 @@ class TokenRows:
     ) -> None:
         self.store, self.seq_len = store, seq_len
         self.isolate_documents, self.pad_last, self.byte_lengths = isolate_documents, pad_last, byte_lengths
-        labelled = max(store.num_tokens - 1, 0)
-        self._rows = -(-labelled // seq_len) if pad_last else labelled // seq_len
+        self._rows = -(-(store.num_tokens - 1) // seq_len) if pad_last else store.num_tokens // seq_len
         if self._rows == 0:
             raise UserError(
                 f"data.seq_len {seq_len} is longer than the store: split {store.split!r} of {store.folder} has "
-                f"{store.num_tokens} tokens and a row needs {2 if pad_last else seq_len + 1}; lower seq_len or prepare "
-                "more text"
+                f"{store.num_tokens} tokens; lower seq_len or prepare more text"
             )
 
     def __len__(self) -> int:

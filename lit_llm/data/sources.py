@@ -31,6 +31,7 @@ EMPTY = "empty or only whitespace"
 HIDDEN = "hidden"
 OTHER_SUFFIX = "of another kind"
 TWICE = "named twice"
+LINKED = "linked folders"
 UNDECODABLE = "not decodable"
 
 
@@ -126,7 +127,7 @@ def list_files(inputs: Sequence[str | Path]) -> Listing:
     skipped: Counter[str] = Counter()
     for entry in map(str, inputs):
         for file in _expand(entry, skipped):
-            key = os.path.abspath(file.path)
+            key = os.path.realpath(file.path)  # a link and its target are one file
             if key in files:
                 skipped[TWICE] += 1
             files.setdefault(key, file)
@@ -178,7 +179,9 @@ def _walk(root: str, skipped: Counter[str], left_out: frozenset[str] = frozenset
     for folder, folders, names in os.walk(root, onerror=fail):
         visible = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
         skipped[HIDDEN] += sum(name.startswith(".") for name in (*folders, *names))
-        folders[:] = visible
+        folders[:] = [name for name in visible if not os.path.islink(os.path.join(folder, name))]
+        if linked := len(visible) - len(folders):  # following them could go round in circles
+            skipped[LINKED] += linked
         for name in sorted(names):
             path = Path(folder, name)
             if name.startswith("."):

@@ -125,8 +125,14 @@ class TokenStore:
                     f"{self.folder / shard['index']}: it runs from {index[0]} to {index[-1]}, {META_FILE} says 0 to "
                     f"{shard['tokens']}; the store is damaged, prepare it anew"
                 )
+        if not 0 <= self.eos_token_id < self.vocab_size:
+            raise UserError(
+                f"{self.folder}: eos_token_id {self.eos_token_id} in {META_FILE} is outside the vocabulary of "
+                f"{self.vocab_size}; prepare the store anew"
+            )
         if self.num_tokens * self.dtype.itemsize <= _SCAN_BYTES:
             self._check_ids()
+            self._check_offsets()
 
     def _check_length(self, name: str, count: int, dtype: np.dtype[Any], what: str) -> None:
         path = self.folder / name
@@ -154,7 +160,7 @@ class TokenStore:
 
     def verify(self) -> None:
         """Read every byte: checksums, id range, offsets. UserError names the first file that is wrong."""
-        for shard, index in zip(self._shards, self._indices, strict=True):
+        for shard in self._shards:
             for name, checksum in ((shard["file"], shard["sha256"]), (shard["index"], shard["index_sha256"])):
                 digest = hashlib.sha256()
                 with open(self.folder / name, "rb") as stream:
@@ -162,9 +168,13 @@ class TokenStore:
                         digest.update(block)
                 if digest.hexdigest() != checksum:
                     raise UserError(f"{self.folder / name}: its checksum differs from {META_FILE}; prepare it anew")
+        self._check_ids()
+        self._check_offsets()
+
+    def _check_offsets(self) -> None:
+        for shard, index in zip(self._shards, self._indices, strict=True):
             if (np.diff(index) <= 0).any():
                 raise UserError(f"{self.folder / shard['index']}: offsets that do not rise; prepare the store anew")
-        self._check_ids()
 
     # ---------------------------------------------------------------- mapped files
 
@@ -202,8 +212,14 @@ class TokenStore:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the ids."""
-        return Tokenizer(self.folder)
+        """The tokenizer that made the ids. UserError when the one in the folder is another by now."""
+        tokenizer = Tokenizer(self.folder)
+        if tokenizer.fingerprint != self._meta["tokenizer_fingerprint"]:
+            raise UserError(
+                f"{self.folder}: its tokenizer is not the one that made the ids; put that one back, or prepare the "
+                "store anew"
+            )
+        return tokenizer
 
     # ---------------------------------------------------------------- reading
 

@@ -37,6 +37,7 @@ EOS_TOKEN = "<|endoftext|>"
 _EOS_NAMES = (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "<|im_end|>")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|bos|>", "<｜begin▁of▁sentence｜>", "[BOS]", "<|startoftext|>")
 
+_LONG_WORD = re.compile(r"\S{1000}")
 _LINE_END = re.compile(r"[A-Za-z](?=\n)")
 
 
@@ -199,6 +200,8 @@ class Tokenizer:
             rows = [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         except TypeError as error:
             raise _text_error(texts) from error
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(f"the tokenizer cannot encode this text: {error}; give one that knows its words") from error
         for row in rows:
             missing_end = suffix if row[-1:] != suffix else []
             if row[: len(prefix)] != prefix:
@@ -316,12 +319,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192, *, min_frequen
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(_batched(texts), trainer)
+    backend.train_from_iterator(_batched(map(_cut_long_words, texts)), trainer)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS_TOKEN, "add_bos_token": False}
     config["clean_up_tokenization_spaces"] = False
     return Tokenizer.from_files(
         {TOKENIZER_FILE: backend.to_str(pretty=True), CONFIG_FILE: json.dumps(config, indent=2)}
     )
+
+
+def _cut_long_words(text: str) -> str:
+    """Breaks words of over 1,000 characters, such as encoded data: to learn from one takes the square of its length."""
+    return _LONG_WORD.sub(r"\g<0>\n", text)
 
 
 def check_vocab_size(vocab_size: int) -> None:

@@ -42,7 +42,11 @@ class TextStream:
         self._pending = ""  # settled, but perhaps the beginning of a stop text
         self._settles: dict[int, bool] = {}
         self._in_run = False
-        bare = [i for i in tokenizer.encode(_RARE) if self._decode([i]) == _REPLACEMENT]
+        try:
+            rare = tokenizer.encode(_RARE)
+        except Exception:  # a vocabulary of whole words without one for the unknown: it has no bytes either
+            rare = []
+        bare = [i for i in rare if self._decode([i]) == _REPLACEMENT]
         self._bad_byte: int | None = None  # set where a bad byte spoils those before it
         if bare and not self._decode([*bare, bare[-1]]).startswith(_RARE):
             self._bad_byte = bare[-1]

@@ -168,7 +168,7 @@ def _loss_and_gradients(
     device = hidden.device
     with torch.no_grad(), _autocast_disabled(device.type):
         hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
-        losses = torch.empty(tokens, dtype=dtype, device=device)
+        log_likelihood = torch.empty(tokens, 1, dtype=dtype, device=device)
         grad_hidden = hidden.new_empty(hidden.shape) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=device) if need_weight else None
         grad_bias = torch.zeros(vocab_size, dtype=dtype, device=device) if need_bias else None
@@ -177,7 +177,7 @@ def _loss_and_gradients(
 
         for start in range(0, tokens, rows):
             chunk = slice(start, min(start + rows, tokens))
-            label, kept = labels[chunk, None], counted[chunk, None].to(dtype)
+            label, kept = labels[chunk, None], counted[chunk, None]
             logits = buffer[: chunk.stop - start]
             half = None
             if compute_dtype == dtype:
@@ -187,25 +187,23 @@ def _loss_and_gradients(
                 logits.copy_(half)
             if bias is not None:
                 logits.add_(bias)
-            logits.sub_(logits.amax(-1, keepdim=True))
-            label_logit = logits.gather(-1, label)
-            exp = logits.exp_()
-            total = exp.sum(-1, keepdim=True)
-            losses[chunk] = ((total.log() - label_logit) * kept).squeeze(-1)
+            log_p = torch.log_softmax(logits, -1, out=logits)
+            torch.gather(log_p, -1, label, out=log_likelihood[chunk])
             if not any(needs):
                 continue
 
-            grad_logits = exp.mul_(kept / total)
-            grad_logits.scatter_(-1, label, (label_logit.exp() / total - 1) * kept)
+            grad_logits = log_p.exp_().scatter_add_(-1, label, log_p.new_full(label.shape, -1.0))
+            # Rows that do not count are zeroed in the factors and the results, which are smaller than the logits.
             if grad_bias is not None:
-                grad_bias.add_(grad_logits.sum(0))
+                grad_bias.addmv_(grad_logits.t(), kept.squeeze(-1).to(dtype))
             if half is not None:
                 grad_logits = half.copy_(grad_logits)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk]).mul_(kept)
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits, hidden[chunk])
-        return losses.sum(), (grad_hidden, grad_weight, grad_bias)
+                _add_product(grad_weight, grad_logits, hidden[chunk] * kept)
+        loss = -(log_likelihood.squeeze(-1) * counted).sum()
+        return loss, (grad_hidden, grad_weight, grad_bias)
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
