@@ -132,6 +132,23 @@ def test_nothing_counts(backend: LossBackend, unseen: bool, tokens: int) -> None
         assert not leaf.grad.any()
 
 
+@pytest.mark.parametrize("unseen", [False, True])
+def test_forbidden_tokens(unseen: bool) -> None:
+    """A bias of -inf, as for rows that pad the vocabulary, also where an ignored label is stood in for by token 0."""
+    hidden, weight, labels = inputs()
+    bias = torch.zeros(weight.shape[0])
+    bias[[0, 5]] = -torch.inf
+    labels = labels.masked_fill((labels == 0) | (labels == 5), 1)
+    assert (labels == IGNORED).any()
+    given = labels.as_subclass(Unseen) if unseen else labels
+    loss, _ = linear_cross_entropy(hidden, weight, given, bias=bias, chunk_size=4)
+    kept = labels != IGNORED
+    expected = plain(hidden[kept], weight, labels[kept], bias)
+    assert_close(loss, expected)
+    for a, e in zip(*(torch.autograd.grad(x, [hidden, weight]) for x in (loss, expected)), strict=True):
+        assert_close(a, e)
+
+
 def test_another_ignore_index_and_narrow_labels() -> None:
     hidden, weight, labels = inputs(ignored=0)
     marked = labels.masked_fill(labels == 3, IGNORED)

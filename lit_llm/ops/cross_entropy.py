@@ -202,7 +202,7 @@ def _loss_and_gradients(
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk]).mul_(kept)
             if grad_weight is not None:
                 _add_product(grad_weight, grad_logits, hidden[chunk] * kept)
-        loss = -(log_likelihood.squeeze(-1) * counted).sum()
+        loss = (-log_likelihood.squeeze(-1)).where(counted, 0).sum()
         return loss, (grad_hidden, grad_weight, grad_bias)
 
 
