@@ -318,17 +318,8 @@ class LitLLM(L.LightningModule):
             raise UserError("predict needs a tokenizer: none is in the checkpoint; give data.store")
         prompts = [tokenizer.encode(p) if isinstance(p, str) else tokenizer.encode_chat(p) for p in batch["prompt"]]
         results = generate(self.transformer, prompts, self.generation_config, tokenizer=tokenizer)
-        return [
-            {
-                "index": index,
-                "prompt": prompt,
-                "completion": result.text,
-                "tokens": result.tokens,
-                "finish_reason": result.finish_reason,
-                "logprobs": result.logprobs,
-            }
-            for index, prompt, result in zip(batch["index"], batch["prompt"], results, strict=True)
-        ]
+        numbered = zip(batch["index"], batch["prompt"], results, strict=True)
+        return [result.record(index, prompt) for index, prompt, result in numbered]
 
     # Checkpoints
 

@@ -110,17 +110,8 @@ def _records(
 
     ids = [_encode(tokenizer, prompt) for prompt in prompts]
     results = generate(model, ids, config, tokenizer=tokenizer, batch_size=batch_size)
-    return [
-        {
-            "index": index,
-            "prompt": prompt,
-            "completion": result.text,
-            "tokens": result.tokens,
-            "finish_reason": result.finish_reason,
-            "logprobs": result.logprobs,
-        }
-        for index, (prompt, result) in enumerate(zip(prompts, results, strict=True))
-    ]
+    numbered = enumerate(zip(prompts, results, strict=True))
+    return [result.record(index, prompt) for index, (prompt, result) in numbered]
 
 
 def _write(

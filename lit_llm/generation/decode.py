@@ -38,6 +38,17 @@ class GenerationResult:
     finish_reason: FinishReason
     text: str | None = None
 
+    def record(self, index: int, prompt: Any) -> dict[str, Any]:
+        """The completion as one JSON object of predict's and generate's output."""
+        return {
+            "index": index,
+            "prompt": prompt,
+            "completion": self.text,
+            "tokens": self.tokens,
+            "finish_reason": self.finish_reason,
+            "logprobs": self.logprobs,
+        }
+
 
 @torch.no_grad()
 def prefill(
