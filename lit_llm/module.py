@@ -223,7 +223,13 @@ class LitLLM(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW over two parameter groups, and the schedule in optimizer steps."""
-        optimizer = build_optimizer(self, self.optimizer_config)
+        config = self.optimizer_config
+        if str(self.trainer.precision) == "16-mixed":
+            # A fused optimizer unscales inside its own step: the gradients would be clipped and logged still scaled.
+            if config.fused:
+                raise UserError("model.optimizer.fused can't be true with trainer.precision 16-mixed; set it to null")
+            config = dataclasses.replace(config, fused=False)
+        optimizer = build_optimizer(self, config)
         total = self.schedule_config.total_steps or self.total_steps()
         scheduler = build_scheduler(optimizer, self.schedule_config, total)
         steps = "no fixed number of" if total is None else f"{total:,}"

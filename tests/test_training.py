@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -301,6 +302,16 @@ def test_lower_precisions_train(store: str, tmp_path: Path, precision: str) -> N
 def test_16_true_is_refused(store: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="16-true keeps float16 weights"):
         fit(store, str(tmp_path), max_steps=1, precision="16-true")
+
+
+@pytest.mark.parametrize(("precision", "handles_unscaling"), [("16-mixed", False), ("bf16-mixed", True)])
+def test_gradients_are_unscaled_before_they_are_clipped(precision: str, handles_unscaling: bool) -> None:
+    lit = LitLLM(config=MODEL, vocab_size=50, seq_len=8, schedule={"total_steps": 4})
+    lit.configure_model()
+    lit._trainer = SimpleNamespace(precision=precision)
+    optimizer = lit.configure_optimizers()["optimizer"]
+    # What Lightning asks an optimizer, to know whether it must unscale itself before it calls the clipping hook.
+    assert bool(getattr(optimizer, "_step_supports_amp_scaling", False)) is handles_unscaling
 
 
 class WeightedLoss(LitLLM):
