@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lit_llm.data.conversation import turn_end_ids
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 from lit_llm.generation import GenerationConfig, generate
@@ -112,8 +113,9 @@ class LitLLM(L.LightningModule):
                 f"{config.max_position_embeddings}; shorten the rows or raise the model's context"
             )
         if self.tokenizer is not None and config.eos_token_id is None:
-            eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
-            config = dataclasses.replace(config, eos_token_id=eos, bos_token_id=bos)
+            ends = _ending_ids(self.tokenizer)
+            eos = ends[0] if len(ends) == 1 else tuple(ends) or None
+            config = dataclasses.replace(config, eos_token_id=eos, bos_token_id=self.tokenizer.bos_token_id)
         return config
 
     def configure_model(self) -> None:
@@ -176,8 +178,19 @@ class LitLLM(L.LightningModule):
         loss_sum, count = self.loss(batch)
         if self._window.scale is None:  # equal on all ranks, as their gradients are averaged
             self._window.scale = int(self.trainer.strategy.broadcast(batch["labels"].numel()))
-        self._window.add(loss_sum, count)
+        self._window.add(loss_sum, count, self._tokens_by_source(batch))
         return loss_sum / self._window.scale
+
+    def _source_names(self) -> list[str]:
+        return getattr(getattr(self._trainer, "datamodule", None), "source_names", [])
+
+    def _tokens_by_source(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Label tokens of each store of a mixture, (sources,) int64."""
+        names = self._source_names()
+        if "source_ids" not in batch or not names:
+            return None
+        counts = (batch["labels"] != -100).sum(dim=1)
+        return counts.new_zeros(len(names)).index_add_(0, batch["source_ids"], counts)
 
     def configure_gradient_clipping(
         self,
@@ -217,9 +230,15 @@ class LitLLM(L.LightningModule):
         # As float64: Lightning would make float32 of a number, which counts no further than 16 million tokens.
         self.log("train/learning_rate", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
         self.log("train/tokens", self._window.trained_tokens.to("cpu", torch.float64))
+        for name, tokens in self._window_tokens_by_source().items():
+            self.log(f"train/tokens/{name}", torch.tensor(tokens, dtype=torch.float64))
         rate = self._window.tokens_per_second()
         if rate is not None:
             self.log("train/tokens_per_second", rate, prog_bar=True)
+
+    def _window_tokens_by_source(self) -> dict[str, int]:
+        tokens = self._window.trained_tokens_by_source
+        return {} if tokens is None else dict(zip(self._source_names(), tokens.tolist(), strict=True))
 
     def configure_optimizers(self) -> Any:
         """AdamW over two parameter groups, and the schedule in optimizer steps."""
@@ -337,6 +356,7 @@ class LitLLM(L.LightningModule):
             "config": config,
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_files(),
             "trained_tokens": int(self._window.trained_tokens),
+            "trained_tokens_by_source": self._window_tokens_by_source(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -354,6 +374,10 @@ class LitLLM(L.LightningModule):
         if self.model is None:
             self.configure_model()
         self._window.trained_tokens = torch.tensor(saved["trained_tokens"], dtype=torch.int64)
+        if names := self._source_names():
+            by_source = saved.get("trained_tokens_by_source", {})
+            counts = [by_source.get(name, 0) for name in names]
+            self._window.trained_tokens_by_source = torch.tensor(counts, dtype=torch.int64)
         if saved["config"] is not None and isinstance(self.model, Transformer):
             _compare_shapes(saved["config"], self.model)
             # The model may have been built before its tokenizer was known.
@@ -391,6 +415,12 @@ class LitLLM(L.LightningModule):
             },
             logger=False,
         )
+
+
+def _ending_ids(tokenizer: Tokenizer) -> list[int]:
+    """What ends a completion: the tokenizer's EOS, and the control tokens that end a turn by its chat template."""
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return eos + [i for i in turn_end_ids(tokenizer) if i not in eos]
 
 
 def _refuse_unshifted(batch: Mapping[str, Any]) -> None:

@@ -22,27 +22,35 @@ class StepWindow:
         self.trained_tokens: Tensor = torch.zeros((), dtype=torch.int64)
         self._loss_sum: Tensor | None = None
         self._count: Tensor | None = None
+        self._by_source: Tensor | None = None
+        self.trained_tokens_by_source: Tensor | None = None
+        """(sources,) int64 where the data is a mixture."""
         self._clock: float | None = None
         self._paused_at: float | None = None
         self._tokens_at_clock = 0
 
     def discard(self) -> None:
         """Forgets an unfinished window, as of a fit that was stopped in the middle of a step."""
-        self.scale = self._loss_sum = self._count = None
+        self.scale = self._loss_sum = self._count = self._by_source = None
 
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch has been added since the last step."""
         return self._count is not None
 
-    def add(self, loss_sum: Tensor, count: Tensor) -> None:
-        """Adds a micro-batch: the sum of its loss, and its number of label tokens."""
+    def add(self, loss_sum: Tensor, count: Tensor, by_source: Tensor | None = None) -> None:
+        """Adds a micro-batch: the sum of its loss, its number of label tokens, and the same of each source, (sources,).
+
+        Every micro-batch of a run has ``by_source``, or none.
+        """
         loss_sum = loss_sum.detach()
         self._loss_sum = loss_sum if self._loss_sum is None else self._loss_sum + loss_sum
         self._count = count if self._count is None else self._count + count
+        if by_source is not None:
+            self._by_source = by_source if self._by_source is None else self._by_source + by_source
 
     def close(self, trainer: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Ends the window with one reduction of two numbers over the ranks.
+        """Ends the window with one reduction of two numbers (and one for each source) over the ranks.
 
         Returns:
             Loss sum and label tokens (at least 1) of the global batch, and the factor for the gradients; float32
@@ -53,8 +61,15 @@ class StepWindow:
         assert self.scale is not None
         # float64: a float32 sum would round counts above 16 million. MPS has none.
         wide = torch.float32 if self._loss_sum.device.type == "mps" else torch.float64
-        totals = trainer.strategy.reduce(torch.stack([self._loss_sum.to(wide), self._count.to(wide)]), reduce_op="sum")
-        self._loss_sum = self._count = None
+        parts = torch.stack([self._loss_sum.to(wide), self._count.to(wide)])
+        if self._by_source is not None:
+            parts = torch.cat([parts, self._by_source.to(wide)])
+        totals = trainer.strategy.reduce(parts, reduce_op="sum")
+        if self._by_source is not None:
+            seen = self.trained_tokens_by_source
+            new = totals[2:].to(torch.int64)
+            self.trained_tokens_by_source = new if seen is None else seen.to(new.device) + new
+        self._loss_sum = self._count = self._by_source = None
         self.trained_tokens = self.trained_tokens.to(totals.device) + totals[1].to(torch.int64)
         count = totals[1].clamp(min=1)
         factor = self.scale * trainer.accumulate_grad_batches * _averaged_ranks(trainer) / count

@@ -1,8 +1,12 @@
 """The order of samples: a bijection, new each epoch, dealt to ranks without overlap."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
+from lit_llm.data.mixture import Mixture
+from lit_llm.data.module import TokenLoader, _TrainSampler
 from lit_llm.data.order import EvalOrder, TrainOrder, permute, round_keys
 
 
@@ -102,3 +106,102 @@ def test_evaluation_deals_every_row_once_in_equal_numbers(num_samples: int, rank
     assert len(parts[0]) == len(EvalOrder(num_samples, micro, 0, ranks))
     samples = sorted(int(i) for rank in parts for part in rank for i in part if i >= 0)
     assert samples == list(range(num_samples))
+
+
+class _Numbers:
+    """A data set whose rows are their own numbers."""
+
+    def __len__(self) -> int:
+        return 1  # samplers ask, nobody uses it
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
+
+def _loaded(order: TrainOrder, step: int, workers: int) -> list[int]:
+    """The samples of an epoch from ``step`` on, through the loader that training uses."""
+    numbers = _Numbers()
+    sampler = _TrainSampler(numbers, order, lambda: step, lambda: False)  # type: ignore[arg-type]
+    loader = TokenLoader(
+        numbers,  # type: ignore[arg-type]
+        batch_size=None,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=lambda batch: batch.tolist(),  # type: ignore[attr-defined]
+    )
+    batches = list(loader)
+    assert len(batches) == order.micro_batches_per_epoch - step * order.accumulation
+    return [row for batch in batches for row in batch if row >= 0]
+
+
+def _check_union(num_samples: int, ranks: int, workers: int) -> None:
+    batch = 12  # divides by 1 to 4 ranks
+    orders = [TrainOrder(num_samples, batch, batch // ranks // (1 + ranks % 2), 1, r, ranks) for r in range(ranks)]
+    samples = [row for order in orders for row in _loaded(order, 0, workers)]
+    assert sorted(samples) == list(range(num_samples))
+    before = {row for step in range(1) for row in orders[0].global_batch(step).tolist()}
+    resumed = [row for order in orders for row in _loaded(order, 1, workers)]
+    assert sorted([*before, *resumed]) == list(range(num_samples))
+
+
+@pytest.mark.parametrize(("num_samples", "ranks", "workers"), [(16, 2, 0), (100, 4, 0), (100, 3, 2)])
+def test_ranks_and_workers_deal_every_sample_once(num_samples: int, ranks: int, workers: int) -> None:
+    _check_union(num_samples, ranks, workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_samples", [16, 33, 1000, 10_000])
+def test_all_ranks_and_workers_deal_every_sample_once(num_samples: int, ranks: int, workers: int) -> None:
+    _check_union(num_samples, ranks, workers)
+
+
+def test_a_billion_samples_take_no_memory() -> None:
+    order = TrainOrder(10**9, 1000, 1000, seed=3)
+    tracemalloc.start()
+    seen = np.concatenate([order.global_batch(step) for step in (*range(10), 500_000, order.steps_per_epoch - 1)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000
+    assert len(np.unique(seen)) == len(seen) == 12_000
+    assert 0 <= seen.min() <= seen.max() < 10**9
+
+
+def test_small_batches_equal_the_permutation() -> None:
+    order = TrainOrder(10_000, 7, 7, seed=2)
+    epoch = np.concatenate([order.global_batch(step) for step in range(order.steps_per_epoch)])
+    assert np.array_equal(epoch, permute(np.arange(10_000), 10_000, round_keys("order", 2, 0)))
+
+
+# ------------------------------------------------------------------- mixtures
+
+
+def test_a_mixture_deals_each_source_in_its_own_epochs() -> None:
+    sizes, mixture = (30, 7, 100), Mixture([1, 1, 2])
+    order = TrainOrder(sizes, 8, 8, seed=1, mixture=mixture)
+    assert order.samples_per_epoch == 137
+    samples = np.concatenate([order.global_batch(step) for step in range(6 * order.steps_per_epoch)])
+    assert len(samples) == 6 * 137
+    for n in range(len(samples) + 1):
+        counts = mixture.counts(n)
+        first = 0
+        for size, count in zip(sizes, counts, strict=True):
+            mine = samples[:n][(samples[:n] >= first) & (samples[:n] < first + size)]
+            assert len(mine) == count
+            if n == len(samples):  # whole epochs of this source, each sample once in each
+                for epoch in range(count // size):
+                    assert sorted(mine[epoch * size : (epoch + 1) * size] - first) == list(range(size))
+            first += size
+    layouts = [[TrainOrder(sizes, 8, 2, 1, r, 2, mixture) for r in range(2)], [order]]
+    for step in (0, 17, 18, 40):
+        batches = [
+            sorted(i for o in some for part in o.micro_batches(step) for i in part if i >= 0) for some in layouts
+        ]
+        assert batches[0] == batches[1]
+
+
+def test_steps_and_samples_agree() -> None:
+    order = TrainOrder(33, 4, 2, seed=1)
+    assert [order.samples_before(step) for step in (0, 1, 8, 9, 10)] == [0, 4, 32, 33, 37]
+    assert [order.step_after(samples) for samples in (0, 3, 4, 32, 33, 37)] == [0, 0, 1, 8, 9, 10]

@@ -11,14 +11,17 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lit_llm.data import Tokenizer, TokenStore, encode, iter_documents
+from lit_llm.cli.main import main
+from lit_llm.data import Tokenizer, TokenStore, encode, iter_documents, train_tokenizer
 from lit_llm.data import prepare as command
+from lit_llm.data.fast_bpe import FastBPE
 from lit_llm.data.prepare import prepare
 from lit_llm.errors import UserError
 from tests.data_helpers import llama3_style, word_level, write_jsonl, write_tokenizer
@@ -139,7 +142,7 @@ def test_python_stdlib_has_no_tests() -> None:
         ("a.jsonl", b'{"text": ""}\n{"text": "  \\n"}\n', "no text in .*a.jsonl"),
         ("a.jsonl", b"", "no text in .*a.jsonl"),
         ("a.txt", BOM, "no text in .*a.txt"),
-        ("a.pdf", b"x", "a.pdf: cannot read files of this kind; known are .txt, .md, .py and .jsonl"),
+        ("a.pdf", b"x", "a.pdf: cannot read files of this kind; known are .txt, .md, .py, .jsonl, .json, .csv"),
     ],
 )
 @pytest.mark.parametrize("given", [True, False])
@@ -174,18 +177,6 @@ def test_inputs_that_are_not_there(
     Path("other/a.pdf").write_text("x")
     with pytest.raises(UserError, match=message):
         prepare(inputs, tmp_path / "store")
-
-
-def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("x")
-
-    def refuse(self: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(UserError, match=r"cannot read .*a\.txt: Permission denied"):
-        read(path)
 
 
 # ------------------------------------------------------------------- the store
@@ -279,11 +270,16 @@ def test_a_tokenizer_is_trained_on_a_sample(tmp_path: Path, monkeypatch: pytest.
     texts = many_texts()
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     monkeypatch.setattr(command, "TRAIN_BYTES", path.stat().st_size // 5)
-    files = command.list_files([path]).files
-    sample = list(command._sample(files, "text", seed=0))
-    assert 30 < len(sample) < 90
-    assert set(sample) < set(texts)
-    assert sample == list(command._sample(files, "text", seed=0)) != list(command._sample(files, "text", seed=1))
+
+    def sample(seed: int, share: float = 0.2) -> list[str]:
+        return list(command._sample(iter_documents([path]), seed, share))
+
+    assert 30 < len(sample(0)) < 90
+    assert set(sample(0)) < set(texts)
+    assert sample(0) == sample(0) != sample(1)
+    first = sample(0, share=1.0)  # of a size that is not known beforehand
+    assert first == texts[: len(first)]
+    assert 30 < len(first) < len(texts) / 2
     summary = prepare([path], tmp_path / "s", vocab_size=5000)
     assert summary.trained
     assert f"vocabulary of {summary.vocab_size} ids only, not 5000" in summary.notes[0]
@@ -350,6 +346,95 @@ def test_a_full_disk_leaves_the_old_store(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "s"]
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "x", folder]).returncode:
+        pytest.skip("mounting a small tmpfs needs root on Linux")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_runs_full_leaves_the_old_store(
+    small_disk: Path, tmp_path: Path, tokenizer: Path, workers: int
+) -> None:
+    (tmp_path / "small.txt").write_text("x")
+    (tmp_path / "large.txt").write_text("a line of text\n" * 40_000)
+    prepare([tmp_path / "small.txt"], small_disk / "s", tokenizer=tokenizer)
+    before = contents(small_disk / "s")
+    with pytest.raises(UserError, match="No space left on device.*free some space or choose another --output") as error:
+        prepare([tmp_path / "large.txt"], small_disk / "s", tokenizer=tokenizer, workers=workers)
+    assert "\n" not in str(error.value)
+    assert contents(small_disk / "s") == before
+    assert [path.name for path in small_disk.iterdir()] == ["s"]
+
+
+# ------------------------------------------------------------------- engines
+
+
+def test_another_engine_is_checked_and_left_when_it_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path
+) -> None:
+    texts = many_texts(40)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    summary = prepare([path], tmp_path / "fast", tokenizer=trained, val_fraction=0)
+    assert summary.engine == "tiktoken"
+    right = FastBPE.encode
+    monkeypatch.setattr(FastBPE, "encode", lambda self, text: right(self, text)[::-1])
+    for workers in (1, 2):
+        summary = prepare([path], tmp_path / "slow", tokenizer=trained, val_fraction=0, workers=workers)
+        assert summary.engine == "tokenizers"
+        assert "gave other ids than tokenizers" in summary.notes[0]
+        assert contents(tmp_path / "slow") == contents(tmp_path / "fast")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"some words\n")))
+    with pytest.raises(UserError, match="stdin:1: tiktoken gives other ids.*write the text into a file"):
+        prepare(["-"], tmp_path / "stdin", tokenizer=trained)
+    assert not (tmp_path / "stdin").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train_tokenizer(many_texts(40), 400).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_long_file_is_cut_where_its_ids_do_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, workers: int
+) -> None:
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 500)
+    rng = random.Random(4)
+    text = "".join(
+        rng.choice(["word ", "é", "数学", "\n", "\n\n", "  ", "it's", "1234", " <|endoftext|>"]) for _ in range(4000)
+    )
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(text)
+    prepare([tmp_path], tmp_path / "s", tokenizer=trained, val_fraction=0, workers=workers, shard_bytes=1000)
+    store = TokenStore(tmp_path / "s")
+    for number in range(2):
+        assert store.document(number).tolist() == Tokenizer(trained).encode(text, eos=True)
+    assert len(list((tmp_path / "s").glob("*.bin"))) > 3
+
+
+def test_a_last_document_in_several_batches_stays_in_one_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path
+) -> None:
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("short")
+    (tmp_path / "texts" / "b.txt").write_text("a long text\n" * 100)
+    for fraction in (0.001, 0.999):
+        summary = prepare([tmp_path / "texts"], tmp_path / "s", tokenizer=trained, val_fraction=fraction, workers=1)
+        stores = [TokenStore(tmp_path / "s", split) for split in TokenStore.splits(tmp_path / "s")]
+        texts = sorted(text for store in stores for text in texts_of(store))
+        assert texts == ["a long text\n" * 100, "short"]
+        assert [name for name in summary.splits if name == "train"]
+
+
 # ------------------------------------------------------------------- the command
 
 COMMAND = """
@@ -404,6 +489,8 @@ def test_the_options_have_defaults() -> None:
         "val_fraction": 0.02,
         "workers": None,
         "seed": 0,
+        "shard_bytes": 1 << 30,
+        "check": None,
     }
 
 
@@ -448,6 +535,47 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path, tokenizer: Path) -> No
     assert len(workers) == 2
     assert not any(map(alive, workers))
     assert not (tmp_path / "s").exists()
+
+
+def test_a_store_is_checked(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("x" * 100)
+    store = tmp_path / "s"
+    prepare([tmp_path / "a.txt"], store, tokenizer=tokenizer)
+    assert main(["prepare", "--check", str(store)]) == 0
+    assert "is whole" in capsys.readouterr().out
+    good = (store / "train-00000.bin").read_bytes()
+    for bad, message in (
+        (good[:50], "train-00000.bin: 50 bytes"),
+        (good[:2] + b"\x01\x00" + good[4:], "train-00000.bin: its checksum differs"),
+    ):
+        (store / "train-00000.bin").write_bytes(bad)
+        assert main(["prepare", "--check", str(store)]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("lit-llm: error: ")
+        assert message in err
+        assert err.count("\n") == 1
+    (store / "train-00000.bin").write_bytes(good)
+    (store / "tokenizer.json").unlink()
+    assert main(["prepare", "--check", str(store)]) == 1
+    assert main(["prepare", "--check", str(tmp_path / "gone")]) == 2
+    assert main(["prepare", "--check", str(store), "a.txt"]) == 2
+    assert main(["prepare", "a.txt"]) == 2
+    assert "--output DIR missing" in capsys.readouterr().err
+
+
+def test_the_summary_shows_lengths(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 50)
+    lengths = [1, 2, 5, 6, 30, 30, 200]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a " * n} for n in lengths])
+    summary = prepare([path], tmp_path / "s", tokenizer=tokenizer, val_fraction=0, workers=1)
+    tokens = np.array([2 * n + 2 for n in lengths])  # with BOS and EOS
+    assert np.array_equal(np.diff(TokenStore(tmp_path / "s").offsets), tokens)
+    rows = summary.lengths.rows()
+    assert sum(count for _, count in rows) == len(lengths)
+    assert rows[0] == ("3-4", 1)
+    assert rows[-1] == ("257-512", 1)
+    assert dict(rows)["33-64"] == 2
 
 
 def test_no_token_is_lost_in_batches() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pickle
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -50,19 +52,16 @@ def test_the_writer_refuses_ids_outside_the_vocabulary(words: Tokenizer, tmp_pat
 # ------------------------------------------------------------------- reading
 
 
-@pytest.mark.parametrize("shard_bytes", [1 << 30, 100, 1])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 100, 2])
 def test_all_ways_of_reading_agree(words: Tokenizer, tmp_path: Path, shard_bytes: int) -> None:
     rows = documents(60, 1000)
     store = TokenStore(write_store(tmp_path / "store", words, rows, shard_bytes=shard_bytes))
     flat = np.array([i for row in rows for i in row])
     starts = np.cumsum([0] + [len(row) for row in rows])
-    shards = [0]
-    for row in rows:
-        if shards[-1] and 2 * (shards[-1] + len(row)) > shard_bytes:
-            shards.append(0)
-        shards[-1] += len(row)
     files = sorted((tmp_path / "store").glob("*.bin"))
-    assert [file.stat().st_size for file in files] == [2 * tokens for tokens in shards]
+    assert sum(file.stat().st_size for file in files) == 2 * len(flat)
+    assert all(file.stat().st_size == shard_bytes for file in files[:-1])
+    assert files[-1].stat().st_size <= shard_bytes
     assert (len(store), store.num_tokens, store.num_bytes) == (60, len(flat), len(flat))
     assert store.offsets.tolist() == starts.tolist()
     assert [store.document(i).tolist() for i in range(60)] == rows
@@ -145,11 +144,11 @@ def edit_meta(folder: Path, *keys: Any, value: Any) -> None:
         (["vocab_size"], 500, r"train-00000\.bin: token id 9\d\d is outside the vocabulary of 500"),
         (["vocab_size"], 100_000, "uint16 cannot hold a vocabulary of 100000"),
         (["vocab_size"], "many", "incomplete"),
-        (["format_version"], 99, "format version 99, this lit-llm reads 1"),
+        (["format_version"], 99, "format version 99, this lit-llm reads 2"),
         (["format"], "other", "describes no token store"),
         (["splits", "train", "tokens"], 7, "says 7 tokens of train, its shards"),
-        (["splits", "train", "documents"], 7, "says 7 documents of train, its shards"),
-        (["splits", "train", "shards", 0, "documents"], 3, r"train-00000\.idx: 168 bytes"),
+        (["splits", "train", "documents"], 7, r"train\.idx: 168 bytes"),
+        (["splits", "train", "chats"], True, "incomplete .*'trained'"),
         (["splits", "train", "shards", 0, "file"], "gone.bin", r"cannot read .*gone\.bin"),
         (["splits", "train", "shards"], None, "incomplete .*'shards'"),
         (["eos_token_id"], None, "incomplete .*'eos_token_id'"),
@@ -164,7 +163,7 @@ def test_a_meta_that_contradicts_the_files_is_refused(small: Path, keys: list[An
 
 
 def test_damaged_files_are_named(small: Path) -> None:
-    ids, index = small / "train-00000.bin", small / "train-00000.idx"
+    ids, index = small / "train-00000.bin", small / "train.idx"
     good = ids.read_bytes()
     ids.write_bytes(good[:-2])
     with pytest.raises(UserError, match=r"train-00000\.bin: \d+ bytes"):
@@ -181,11 +180,11 @@ def test_damaged_files_are_named(small: Path) -> None:
     offsets = np.fromfile(index, "<i8")
     offsets[3] = offsets[2]
     offsets.tofile(index)
-    with pytest.raises(UserError, match=r"train-00000\.idx: offsets that do not rise"):
+    with pytest.raises(UserError, match=r"train\.idx: offsets that do not rise"):
         TokenStore(small)
     offsets[-1] += 1
     offsets.tofile(index)
-    with pytest.raises(UserError, match=r"train-00000\.idx: it runs from 0 to"):
+    with pytest.raises(UserError, match=r"train\.idx: it runs from 0 to"):
         TokenStore(small)
 
 
@@ -249,7 +248,7 @@ def test_a_store_is_replaced_as_a_whole(words: Tokenizer, small: Path, tmp_path:
     link.symlink_to(small)
     reader = TokenStore(small)
     first = reader.tokens(0, 5).tolist()
-    write_store(link, words, [[7, 8], [9]], shard_bytes=1)
+    write_store(link, words, [[7, 8], [9]], shard_bytes=4)
     assert link.is_symlink()
     assert [TokenStore(small).document(i).tolist() for i in range(2)] == [[7, 8], [9]]
     assert len(list(small.glob("*.bin"))) == 2
@@ -270,7 +269,7 @@ def test_what_is_no_store_is_left_alone(words: Tokenizer, small: Path, tmp_path:
     (other / "meta.json").unlink()
     with pytest.raises(UserError, match="no token store; it is left alone"):
         write_store(other, words, [[2]])
-    (other / "meta.json").write_text('{"format": "lit-llm token store", "format_version": 1}')
+    (other / "meta.json").write_text('{"format": "lit-llm token store", "format_version": 2}')
     with pytest.raises(UserError, match="not that of a store"):
         write_store(other, words, [[2]])
     with pytest.raises(UserError, match="is a file"):
@@ -278,3 +277,155 @@ def test_what_is_no_store_is_left_alone(words: Tokenizer, small: Path, tmp_path:
     with pytest.raises(UserError, match="cannot write .*choose another --output"):
         write_store(other / "notes.txt" / "below", words, [[2]])
     assert (other / "notes.txt").read_text() == "mine"
+
+
+# ------------------------------------------------------------------- chats, and documents in parts
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 10])
+def test_trained_marks_come_back(words: Tokenizer, tmp_path: Path, shard_bytes: int) -> None:
+    rng = np.random.default_rng(3)
+    rows = documents(30, 1000)
+    marks = [rng.integers(0, 2, len(row)).astype(bool) for row in rows]
+    with new_folder(tmp_path / "store") as folder:
+        writer = StoreWriter(folder, words, shard_bytes=shard_bytes)
+        for number, (row, mark) in enumerate(zip(rows, marks, strict=True)):
+            count = np.array([len(row)])
+            text = number < 10 or number == 20  # texts before the first chat, and one between
+            writer.append("train", np.array(row), count, count, trained=None if text else mark)
+            if text:
+                mark[:] = True
+        writer.finish()
+    store = TokenStore(tmp_path / "store")
+    assert store.has_trained
+    assert [store.document_trained(i).tolist() for i in range(30)] == [mark.tolist() for mark in marks]
+    flat = np.concatenate(marks)
+    at = rng.integers(0, len(flat) - 7, 20)
+    assert np.array_equal(store.gather_trained(at, 7), flat[at[:, None] + np.arange(7)])
+    assert not store.problems()
+    (tmp_path / "store" / "train-00000.trained").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train-00000\.trained: 0 bytes"):
+        TokenStore(tmp_path / "store")
+
+
+def test_a_text_store_trains_everything(small: Path) -> None:
+    store = TokenStore(small)
+    assert not store.has_trained
+    assert store.trained(3, 9).tolist() == [1] * 6
+    assert store.gather_trained(np.array([0, 2]), 3).tolist() == [[1] * 3] * 2
+    assert store.document_trained(0).all()
+
+
+def test_a_document_may_come_in_parts(words: Tokenizer, tmp_path: Path) -> None:
+    with new_folder(tmp_path / "store") as folder:
+        writer = StoreWriter(folder, words, shard_bytes=8)
+        writer.append("train", np.array([1, 2, 3]), np.array([1, 2]), np.array([1, 2]))
+        writer.append("train", np.array([4]), np.array([1]), np.array([1]), begins=False)
+        writer.append("train", np.array([5, 6, 7, 8, 9]), np.array([2, 3]), np.array([2, 3]), begins=False)
+        writer.finish()
+    store = TokenStore(tmp_path / "store")
+    assert [store.document(i).tolist() for i in range(len(store))] == [[1], [2, 3, 4, 5, 6], [7, 8, 9]]
+    assert store.num_bytes == 9
+    assert max(file.stat().st_size for file in (tmp_path / "store").glob("*.bin")) == 8
+
+
+# ------------------------------------------------------------------- two processes
+
+
+def _hold(folder: str, ready: Any, go: Any) -> None:
+    words = Tokenizer.from_files({"tokenizer.json": word_level(1000).to_str()})
+    with new_folder(Path(folder)) as new:
+        ready.set()
+        go.wait(30)
+        writer = StoreWriter(new, words)
+        writer.append("train", np.array([1, 2]), np.array([2]), np.array([2]))
+        writer.finish()
+
+
+def test_a_store_in_the_making_is_left_alone(words: Tokenizer, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, go = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(str(tmp_path / "store"), ready, go))
+    process.start()
+    try:
+        assert ready.wait(60)
+        with pytest.raises(UserError, match="is being written by another lit-llm prepare"):
+            write_store(tmp_path / "store", words, [[3]])
+        with pytest.raises(UserError, match="is being written by another lit-llm prepare; wait"):
+            TokenStore(tmp_path / "store")
+        go.set()
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+    assert TokenStore(tmp_path / "store").document(0).tolist() == [1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_what_a_killed_process_left_is_cleared_away(words: Tokenizer, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, go = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(str(tmp_path / "store"), ready, go))
+    process.start()
+    try:
+        assert ready.wait(60)
+    finally:
+        process.kill()
+        process.join()
+    assert any(path.suffix == ".tmp" for path in tmp_path.iterdir())
+    write_store(tmp_path / "store", words, [[3]])
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+# ------------------------------------------------------------------- remote stores
+
+
+@pytest.fixture
+def remote(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The small store in fsspec's memory file system, and an empty cache."""
+    monkeypatch.setenv("LIT_LLM_CACHE", str(tmp_path / "cache"))
+    _upload(small)
+    return "memory://remote/store"
+
+
+def _upload(folder: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    if memory.exists("/remote/store"):  # that file system lives as long as the process
+        memory.rm("/remote/store", recursive=True)
+    for path in folder.iterdir():
+        memory.pipe_file(f"/remote/store/{path.name}", path.read_bytes())
+
+
+def test_a_remote_store_reads_like_a_local_one(remote: str, small: Path, tmp_path: Path) -> None:
+    here, there = TokenStore(small), TokenStore(remote)
+    assert there.fingerprint == here.fingerprint
+    assert there.tokenizer.fingerprint == here.tokenizer.fingerprint
+    assert [there.document(i).tolist() for i in range(20)] == [here.document(i).tolist() for i in range(20)]
+    assert not there.problems()
+    fsspec.filesystem("memory").rm("/remote/store/train-00000.bin")
+    assert TokenStore(remote).document(3).tolist() == here.document(3).tolist()  # out of the cache
+    assert pickle.loads(pickle.dumps(there)).document(3).tolist() == here.document(3).tolist()
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.name.endswith((".part", ".lock"))]
+
+
+def test_a_remote_store_replaced_is_fetched_anew(remote: str, words: Tokenizer, tmp_path: Path) -> None:
+    TokenStore(remote).document(0)
+    write_store(tmp_path / "other", words, [[4, 5, 6]])
+    _upload(tmp_path / "other")
+    assert TokenStore(remote).document(0).tolist() == [4, 5, 6]
+
+
+def test_a_remote_store_that_is_damaged_or_not_there_is_named(remote: str) -> None:
+    with pytest.raises(UserError, match="no store at memory://remote/nothing"):
+        TokenStore("memory://remote/nothing")
+    memory = fsspec.filesystem("memory")
+    good = memory.cat_file("/remote/store/train-00000.bin")
+    memory.pipe_file("/remote/store/train-00000.bin", good[:-2] + b"\x00\x00")
+    with pytest.raises(UserError, match=r"memory://remote/store/train-00000\.bin: its checksum differs"):
+        TokenStore(remote)
+    memory.rm("/remote/store/train-00000.bin")
+    with pytest.raises(UserError, match=r"memory://remote/store/train-00000\.bin is not there"):
+        TokenStore(remote)
+    with pytest.raises(UserError, match="nosuch://bucket/store: .*nosuch"):
+        TokenStore("nosuch://bucket/store")

@@ -83,34 +83,40 @@ def test_the_trained_tokenizer_loads_in_transformers(trained: Tokenizer, tmp_pat
     assert (theirs.eos_token_id, theirs.bos_token_id) == (trained.eos_token_id, None)
 
 
-def test_pieces_of_a_long_text_have_the_ids_of_the_whole(trained: Tokenizer, tmp_path: Path) -> None:
-    rng = random.Random(2)
-    words = [
-        "the",
-        " ",
-        "\n",
-        "\r\n",
-        "\n\n  ",
-        "cat",
-        "'s",
-        "数学",
-        " on",
-        "\t",
-        "\u2028",
-        "9",
-        ".",
-        "<|endoftext|>",
-        "é",
-    ]
-    for _ in range(200):
-        text = "".join(rng.choices(words, k=rng.randint(0, 80)))
-        pieces = trained.pieces(text, 10)
-        assert "".join(pieces) == text
-        assert [i for piece in pieces for i in trained.encode(piece)] == trained.encode(text)
-    text = "the cat\n" * 20
-    assert len(trained.pieces(text, 16)) == 7
-    other = Tokenizer(write_tokenizer(tmp_path, sentencepiece_style()))
-    assert other.pieces(text, 16) == [text]
+def test_a_tokenizer_trained_for_chats_speaks_chatml(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(CORPUS, 280, chat=True)
+    assert (tokenizer.vocab_size, tokenizer.eos_token, tokenizer.pad_token_id) == (280, "<|im_end|>", 0)
+    messages = [{"role": "user", "content": "the cat"}]
+    ids = tokenizer.encode_chat(messages)
+    assert (ids[0], ids.count(1), ids.count(2)) == (1, 2, 1)
+    assert (
+        tokenizer.decode(ids, skip_special_tokens=False)
+        == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert 2 not in tokenizer.encode("<|im_end|>")
+    tokenizer.save(tmp_path)
+    assert Tokenizer(tmp_path).chat_template == tokenizer.chat_template
+    with pytest.raises(UserError, match="need 259"):
+        train_tokenizer(CORPUS, 258, chat=True)
+
+
+def test_a_text_that_goes_on_has_nothing_put_before_it(tmp_path: Path, llama3: Tokenizer) -> None:
+    assert llama3.encode("hi", continues=True) == llama3.encode("hi", bos=False)
+    assert llama3.encode("hi", continues=True, bos=True) == llama3.encode("hi")
+    metaspace = Tokenizer(write_tokenizer(tmp_path / "a", sentencepiece_style()))
+    content = json.loads(sentencepiece_style().to_str()) | {"pre_tokenizer": None}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]}
+    prepend = Tokenizer.from_files({"tokenizer.json": json.dumps(content)})
+    for tokenizer in (metaspace, prepend):
+        he = tokenizer.encode("he", continues=True)
+        assert tokenizer.encode("he") == [*tokenizer.encode("", continues=True), 259, *he]
+        assert tokenizer.encode("he</s>", continues=True, allow_special=True) == [*he, 2]
+    byte_level = json.loads(llama3_style(bos_in_json=False).to_str())
+    byte_level["pre_tokenizer"]["add_prefix_space"] = True
+    tokenizer = Tokenizer.from_files({"tokenizer.json": json.dumps(byte_level)})
+    assert tokenizer.decode(tokenizer.encode("hi")) == " hi"
+    assert tokenizer.decode(tokenizer.encode("hi", continues=True)) == "hi"
 
 
 # ------------------------------------------------------------------- BOS and EOS (cases 19, 20)

@@ -289,7 +289,7 @@ def test_a_store_of_another_tokenizer_is_refused(store: str, tmp_path: Path) -> 
     path = str(tmp_path / "checkpoints" / "step=1.ckpt")
     with pytest.raises(UserError, match="another tokenizer"):
         fit(str(tmp_path / "other"), str(tmp_path), max_steps=2, ckpt_path=path)
-    fit(str(same), str(tmp_path), max_steps=2, ckpt_path=path)
+    fit(str(same), str(tmp_path), max_steps=2, ckpt_path=path, data={"resume_with_other_data": True})
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

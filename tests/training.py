@@ -43,7 +43,7 @@ class Recorder(Callback):
 
 
 def fit(
-    store: str,
+    store: Any,
     folder: str,
     *,
     max_steps: int,
@@ -56,16 +56,18 @@ def fit(
     module: type[LitLLM] = LitLLM,
     lr: float = 1e-2,
     seq_len: int = 16,
+    data: dict[str, Any] | None = None,
     **trainer_options: Any,
 ) -> dict[str, Any]:
     """Trains a tiny model and returns what was recorded, as JSON types."""
     recorder = Recorder()
-    data = TokenDataModule(
+    rows = TokenDataModule(
         store,
         seq_len=seq_len,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         num_workers=num_workers,
+        **(data or {}),
     )
     lit = module(config=model or MODEL, optimizer={"lr": lr}, schedule={"warmup_steps": 2, "total_steps": 40})
     callbacks: list[Callback] = [recorder]
@@ -85,7 +87,7 @@ def fit(
         enable_checkpointing=save_at is not None,
         **trainer_options,
     )
-    trainer.fit(lit, data, ckpt_path=ckpt_path)
+    trainer.fit(lit, rows, ckpt_path=ckpt_path)
     return {
         "losses": recorder.losses,
         "norms": recorder.norms,
@@ -93,6 +95,7 @@ def fit(
         "rows": recorder.rows,
         "steps": recorder.steps,
         "val_loss": float(trainer.callback_metrics["val/loss"]) if "val/loss" in trainer.callback_metrics else None,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "accumulation": trainer.accumulate_grad_batches,
         "weights": _checksum(lit),
         "weight_sum": {name: p.double().abs().sum().item() for name, p in lit.named_parameters()},

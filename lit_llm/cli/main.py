@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -19,7 +20,8 @@ TRAINER_COMMANDS = {
     "predict": "complete prompts with a checkpoint, into a file",
 }
 COMMANDS = {
-    "prepare": "make a token store out of text",
+    "prepare": "make a token store out of text or chats, or verify one",
+    "inspect": "show what a token store holds",
     **TRAINER_COMMANDS,
     "generate": "complete prompts with a checkpoint, on the screen",
 }
@@ -99,12 +101,11 @@ def _dispatch(words: list[str]) -> int:
         from lit_llm.cli.generate import run as generate
 
         return generate(generate_parser().parse(words[1:]))
-    if command == "prepare":
-        from lit_llm.data import prepare
-
-        parser = OptionParser("prepare", COMMANDS["prepare"])
-        prepare.add_arguments(parser)
-        return prepare.run(parser.parse(words[1:]))
+    if command in ("prepare", "inspect"):
+        tool = importlib.import_module(f"lit_llm.data.{command}")
+        parser = OptionParser(command, COMMANDS[command])
+        tool.add_arguments(parser)
+        return tool.run(parser.parse(words[1:]))
     what = "option" if command.startswith("-") else "command"
     known = ["--help", "--version"] if what == "option" else list(COMMANDS)
     raise UserError(f"unknown {what} {command!r}; {did_you_mean(command, known)}")

@@ -10,14 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_llm.data.document import Conversation, Document
     from lit_llm.data.module import TokenDataModule
-    from lit_llm.data.sources import Document, iter_documents
+    from lit_llm.data.sources import iter_documents
     from lit_llm.data.store import TokenStore
     from lit_llm.data.tokenizer import Tokenizer, train_tokenizer
     from lit_llm.data.writer import StoreWriter
 
 _HOMES = {
-    "Document": "lit_llm.data.sources",
+    "Conversation": "lit_llm.data.document",
+    "Document": "lit_llm.data.document",
     "StoreWriter": "lit_llm.data.writer",
     "TokenDataModule": "lit_llm.data.module",
     "TokenStore": "lit_llm.data.store",
@@ -27,6 +29,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Conversation",
     "Document",
     "StoreWriter",
     "TokenDataModule",

@@ -10,30 +10,38 @@ import traceback
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import numpy as np
 
-from lit_llm.data.sources import Document
+from lit_llm.data.conversation import encode_conversation
+from lit_llm.data.document import Conversation, Document, Item
 from lit_llm.data.store import store_dtype
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 
 BATCH_CHARACTERS = 1 << 19
 _WORKER_BYTES = 1 << 20  # a further process pays from about so much input on
+_CHECKED_CHARACTERS = 2048  # of each batch go through the slow engine too
+
+
+class EngineMismatch(Exception):
+    """The fast engine gave other ids than the tokenizers library; its message holds the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Some documents as ids: all in a row, tokens and UTF-8 bytes of each, and the input they took."""
+    """Some documents as ids, all in a row. The first may go on from the batch before, the last into the next one."""
 
     ids: np.ndarray  # (tokens,) in the store's dtype
-    lengths: np.ndarray  # (documents,) int64
-    text_bytes: np.ndarray  # (documents,) int64
-    size: int
+    lengths: np.ndarray  # (parts,) int64: tokens of each
+    text_bytes: np.ndarray  # (parts,) int64: UTF-8 bytes of each
+    size: int  # bytes of input they took
+    trained: np.ndarray | None = None  # (tokens,) bool where there are conversations
+    begins: bool = True
+    ends: bool = True
 
 
 def default_workers(size: int | None) -> int:
@@ -42,15 +50,18 @@ def default_workers(size: int | None) -> int:
     return cpus if size is None else max(1, min(cpus, size // _WORKER_BYTES))
 
 
-def encode_all(documents: Iterable[Document], tokenizer: Tokenizer, workers: int) -> Generator[Encoded, None, None]:
-    """The documents' ids, EOS appended and BOS by the tokenizer's convention, in batches, in order.
+def encode_all(items: Iterable[Item], tokenizer: Tokenizer, workers: int) -> Generator[Encoded, None, None]:
+    """The ids of texts and conversations, EOS at their end and BOS by the tokenizer's convention, in batches, in order.
 
-    One worker is this process itself. At most ``3 * workers`` batches are under way.
+    One worker is this process itself. At most ``3 * workers`` batches are under way. A little of each batch is encoded
+    by the tokenizers library too, where another engine does the work.
 
     Raises:
         UserError: a text the tokenizer fails on (named by its source), or a worker that was killed.
+        EngineMismatch: the fast engine's ids are not those of the tokenizers library.
     """
-    batches = _batches(documents)
+    batches = _batches(items, tokenizer)
+    tokenizer.encode_parts([""], [True], [False])  # builds the engine once, before the processes are forked
     if workers == 1:
         for batch in batches:
             yield _encode(tokenizer, batch)
@@ -73,6 +84,8 @@ def encode_all(documents: Iterable[Document], tokenizer: Tokenizer, workers: int
             idle.append(ours)
         numbered = enumerate(batches)
         while True:
+            if len(busy) == workers:
+                _ = tokenizer.fingerprint  # needed in the end, and a tenth of a second that this process has now
             while idle and len(busy) + len(results) < 3 * workers:
                 item = next(numbered, None)
                 if item is None:
@@ -104,17 +117,54 @@ def encode_all(documents: Iterable[Document], tokenizer: Tokenizer, workers: int
             connection.close()
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+# ------------------------------------------------------------------- batches
+
+
+def _batches(items: Iterable[Item], tokenizer: Tokenizer) -> Iterator[list[Item]]:
+    batch: list[Item] = []
     size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= BATCH_CHARACTERS:
+    for item in _recut(items, tokenizer):
+        batch.append(item)
+        size += len(item.text) if isinstance(item, Document) else _characters(item)
+        # a part that does not end its text is the last of a batch, so that only the first can go on from another
+        if size >= BATCH_CHARACTERS or (isinstance(item, Document) and not item.ends):
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _characters(conversation: Conversation) -> int:
+    # a turn costs some time of its own
+    return sum(len(str(message["content"])) + 200 for message in conversation.messages)
+
+
+def _recut(items: Iterable[Item], tokenizer: Tokenizer) -> Iterator[Item]:
+    """The items, texts in parts of about BATCH_CHARACTERS that are cut where the ids do not change by it.
+
+    A text is held until such a place is found: to its end, with a tokenizer for which none is certain.
+    """
+    held: list[str] = []
+    size = 0
+    begins = True
+    for item in items:
+        if isinstance(item, Conversation):
+            yield item
+            continue
+        size += item.size
+        for start in range(0, max(len(item.text), 1), BATCH_CHARACTERS):
+            part = item.text[start : start + BATCH_CHARACTERS]
+            ends = item.ends and start + BATCH_CHARACTERS >= len(item.text)
+            cut = len(part) if ends else tokenizer.last_cut(part)
+            if not cut and not ends:
+                held.append(part)
+                continue
+            yield Document("".join([*held, part[:cut]]), item.source, size, begins, ends)
+            held, size, begins = [] if ends else [part[cut:]], 0, ends
+    assert begins, "a text that does not end"
+
+
+# ------------------------------------------------------------------- one batch
 
 
 def _serve(connection: Connection, other_end: Connection, tokenizer: Tokenizer) -> None:
@@ -129,48 +179,62 @@ def _serve(connection: Connection, other_end: Connection, tokenizer: Tokenizer) 
             answer: Encoded | Exception
             try:
                 answer = _encode(tokenizer, batch)
-            except UserError as error:
+            except (UserError, EngineMismatch) as error:
                 answer = error
             except Exception:
                 answer = RuntimeError(traceback.format_exc())
             connection.send(answer)
 
 
-def _encode(tokenizer: Tokenizer, batch: list[Document]) -> Encoded:
+def _encode(tokenizer: Tokenizer, batch: list[Item]) -> Encoded:
+    texts = [item for item in batch if isinstance(item, Document)]
     try:
-        parts, lengths = _rows(tokenizer, [document.text for document in batch])
+        rows = tokenizer.encode_parts([t.text for t in texts], [t.begins for t in texts], [t.ends for t in texts])
     except Exception:
-        for document in batch:
-            _encode_alone(tokenizer, document)
+        for text in texts:
+            _encode_alone(tokenizer, text)
         raise
-    text_bytes = np.fromiter((len(document.text.encode()) for document in batch), np.int64, len(batch))
+    for text in texts[:1]:
+        if not tokenizer.check_engine(text.text[:_CHECKED_CHARACTERS]):
+            raise EngineMismatch(text.source)
+    text_bytes = [len(item.text.encode()) if isinstance(item, Document) else 0 for item in batch]
+    trained: np.ndarray | None = None
+    if len(texts) < len(batch):
+        text_rows = iter(rows)
+        rows, masks = [], []
+        for place, item in enumerate(batch):
+            if isinstance(item, Document):
+                row = next(text_rows)
+                mask = np.ones(len(row), bool)
+            else:
+                row, mask, text_bytes[place] = _encode_chat(tokenizer, item)
+            rows.append(row)
+            masks.append(mask)
+        trained = np.concatenate(masks)
+    first, last = batch[0], batch[-1]
     return Encoded(
-        np.concatenate(parts), np.array(lengths, np.int64), text_bytes, sum(document.size for document in batch)
+        ids=np.concatenate(rows).astype(store_dtype(tokenizer.vocab_size)),
+        lengths=np.fromiter(map(len, rows), np.int64, len(rows)),
+        text_bytes=np.array(text_bytes, np.int64),
+        size=sum(item.size for item in batch),
+        trained=trained,
+        begins=first.begins if isinstance(first, Document) else True,
+        ends=last.ends if isinstance(last, Document) else True,
     )
 
 
-def _rows(tokenizer: Tokenizer, texts: list[str]) -> tuple[list[np.ndarray], list[int]]:
-    """Ids of ``texts``, EOS appended, as arrays to be joined, and how many of them each text has.
-
-    The library takes some hundred bytes per token while it works, so a long text goes through it in pieces.
-    """
-    dtype = store_dtype(tokenizer.vocab_size)
-    long = len(texts[-1]) > BATCH_CHARACTERS  # no other can be: a batch is full with the first one
-    rows = tokenizer.encode_batch(texts[:-1] if long else texts, eos=True)
-    lengths = [len(row) for row in rows]
-    parts = [np.fromiter(chain.from_iterable(rows), dtype, sum(lengths))]
-    if long:
-        *pieces, last = tokenizer.pieces(texts[-1], BATCH_CHARACTERS)
-        for number, piece in enumerate(pieces):
-            parts.append(np.array(tokenizer.encode(piece, bos=False if number else None), dtype))
-        parts.append(np.array(tokenizer.encode(last, bos=False if pieces else None, eos=True), dtype))
-        lengths.append(sum(map(len, parts[1:])))
-    return parts, lengths
+def _encode_chat(tokenizer: Tokenizer, chat: Conversation) -> tuple[np.ndarray, np.ndarray, int]:
+    try:
+        ids, trained = encode_conversation(tokenizer, chat.messages)
+    except UserError as error:
+        raise UserError(f"{chat.source}: {error}") from error
+    size = sum(len(message["content"].encode()) for message in chat.messages)
+    return np.asarray(ids, np.uint32), np.asarray(trained, bool), size
 
 
 def _encode_alone(tokenizer: Tokenizer, document: Document) -> None:
     """Name the document that makes a batch fail."""
     try:
-        tokenizer.encode(document.text, eos=True)
+        tokenizer.encode_parts([document.text], [document.begins], [document.ends])
     except Exception as error:
         raise UserError(f"{document.source}: the tokenizer fails on this text: {error}") from error

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
 import lightning as L
+import numpy as np
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
+from lit_llm.data.mixed_rows import MixedRows
+from lit_llm.data.mixture import Mixture
 from lit_llm.data.order import EvalOrder, StepSource, TrainOrder
 from lit_llm.data.prompts import Prompt, read_prompts
-from lit_llm.data.rows import TokenRows
+from lit_llm.data.rows import PackedRows, TokenRows
 from lit_llm.data.store import TokenStore
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
+
+Rows = TokenRows | PackedRows | MixedRows
+_PACKINGS = ("auto", "contiguous", "best_fit")
+_NAMES = {"stores": "the stores' content", "shares": "the mixture's weights"}
 
 
 class TokenDataModule(L.LightningDataModule):
@@ -27,13 +36,20 @@ class TokenDataModule(L.LightningDataModule):
     ``input_ids``, ``labels`` and, with documents isolated, ``document_ids``, all (batch, seq_len).
 
     Args:
-        store: folder that ``lit-llm prepare`` wrote. Needed for all but predict.
+        store: folder that ``lit-llm prepare`` wrote, or an address of fsspec's such as ``s3://bucket/store``; or a
+            mapping of several to weights, whose rows are mixed in these proportions. Needed for all but predict.
         seq_len: tokens in a row.
         global_batch_size: rows of an optimizer step over all ranks; accumulation is derived from it.
         micro_batch_size: rows that a rank computes at once; None: its whole share of the global batch.
         seed: of the shuffling.
         num_workers: processes that read ahead; 0 reads in the training process.
         isolate_documents: attention, positions and labels stay inside a document.
+        packing: ``contiguous``: documents end to end, cut into rows; nothing is lost or padded. ``best_fit``: whole
+            documents (a chat longer than seq_len is cut, a longer text split), rows padded a little. ``auto``: best_fit
+            for stores of chats, contiguous for texts.
+        resume_with_other_data: whether a checkpoint of other data, seed or row length is resumed, with the new data
+            from its beginning; otherwise that is refused. With another global_batch_size alone the run goes on after
+            the samples that it has seen.
         prompts: texts to complete, for predict.
         prompts_file: a .txt (a prompt a line) or .jsonl file of them.
 
@@ -43,13 +59,15 @@ class TokenDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        store: str | None = None,
+        store: dict[str, float] | str | None = None,
         seq_len: int = 512,
         global_batch_size: int = 32,
         micro_batch_size: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
         isolate_documents: bool = True,
+        packing: Literal["auto", "contiguous", "best_fit"] = "auto",
+        resume_with_other_data: bool = False,
         prompts: list[str] | None = None,
         prompts_file: str | None = None,
     ) -> None:
@@ -61,28 +79,50 @@ class TokenDataModule(L.LightningDataModule):
             raise UserError(f"data.micro_batch_size must be at least 1, got {micro_batch_size}")
         if num_workers < 0:
             raise UserError(f"data.num_workers must be 0 or more, got {num_workers}")
-        self.store = os.fspath(store) if store is not None else None
+        if packing not in _PACKINGS:
+            raise UserError(f"data.packing must be one of {', '.join(_PACKINGS)}, got {packing!r}")
+        if packing == "best_fit" and not isolate_documents:
+            raise UserError("data.packing best_fit keeps documents apart; set data.isolate_documents true")
+        if isinstance(store, Mapping):
+            self.store: dict[str, float] | str | None = {os.fspath(folder): w for folder, w in store.items()}
+            self._folders = list(self.store)
+            self._mixture: Mixture | None = Mixture(list(self.store.values()), self._folders)
+        else:
+            self.store = os.fspath(store) if store is not None else None
+            self._folders = [] if self.store is None else [self.store]
+            self._mixture = None
+        self.packing, self.resume_with_other_data = packing, resume_with_other_data
         self.seq_len = seq_len
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.seed, self.num_workers, self.isolate_documents = seed, num_workers, isolate_documents
         self.prompts, self.prompts_file = prompts, prompts_file
         # A rank may have no prompt at all.
         self.allow_zero_length_dataloader_with_multiple_devices = True
-        self._stores: dict[str, TokenStore] = {}
-        self._rows: dict[str, TokenRows] = {}
+        self._stores: dict[tuple[str, str], TokenStore] = {}
+        self._rows: dict[str, Rows] = {}
         self._order: TrainOrder | None = None
+        # Steps of the data order that lie before the Trainer's first one; not 0 only after a resume with other data.
+        self._step_offset = 0
 
     # What the model needs to know
 
     @property
     def vocab_size(self) -> int | None:
-        """Ids of the store's tokenizer; None without a store."""
-        return None if self.store is None else self._open(self._first_split()).vocab_size
+        """Ids of the stores' tokenizer; None without a store."""
+        return self._any_store().vocab_size if self._folders else None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The store's tokenizer; None without a store."""
-        return None if self.store is None else self._open(self._first_split()).tokenizer
+        """The stores' tokenizer; None without a store."""
+        return self._any_store().tokenizer if self._folders else None
+
+    @property
+    def source_names(self) -> list[str]:
+        """What the stores of a mixture are called in logs, in the order of ``source_ids``; [] for a single store."""
+        if self._mixture is None:
+            return []
+        short = [PurePosixPath(folder).name or folder for folder in self._folders]
+        return short if len(set(short)) == len(short) else self._folders
 
     @property
     def steps_per_epoch(self) -> int:
@@ -99,11 +139,11 @@ class TokenDataModule(L.LightningDataModule):
         self.require_store()
         if stage == "fit":
             self._setup_training()
-        splits = TokenStore.splits(self.require_store())
+        splits = {split for folder in self._folders for split in TokenStore.splits(folder)}
         if stage in ("fit", "validate") and "val" in splits:
             self._evaluation_rows("val")
         elif stage == "validate":
-            raise UserError(f"{self.store} has no split 'val'; prepare it with --val_fraction above 0")
+            raise UserError(f"{self._named()} has no split 'val'; prepare it with --val_fraction above 0")
         elif stage == "test":
             self._evaluation_rows("test" if "test" in splits else "val")
 
@@ -131,46 +171,53 @@ class TokenDataModule(L.LightningDataModule):
         """What a resumed run is compared with; the position itself is a function of the optimizer step."""
         if self._order is None:
             return {}
+        step = self._completed_steps() + self._step_offset
         return {
-            "seed": self.seed,
-            "seq_len": self.seq_len,
+            **self._identity(),
             "global_batch_size": self.global_batch_size,
-            "isolate_documents": self.isolate_documents,
-            "fingerprint": self._stores["train"].fingerprint,
-            "samples": self._samples_at(self._completed_steps()),
+            "samples": self._order.samples_before(step),
+            "step_offset": self._step_offset,
             "micro_batches_per_step": self._order.accumulation,
             "micro_batches_per_epoch": self._order.micro_batches_per_epoch,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Names what differs from the saved run, and fits Lightning's saved counters to the present layout."""
+        """Refuses other data than the saved run's, and fits Lightning's saved counters to the present layout."""
         if not state_dict or self._order is None or self.trainer is None:
             return
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
-        mine = self.state_dict()
-        same = ("seed", "seq_len", "global_batch_size", "isolate_documents", "fingerprint")
-        changed = [name for name in same if state_dict.get(name) != mine[name]]
-        if changed:
-            what = ", ".join(f"{n} {state_dict.get(n)!r} -> {mine[n]!r}" for n in changed)
-            rank_zero_warn(
-                f"resuming with other data than the checkpoint was trained on ({what}): the new data is taken from the "
-                "same optimizer step on, so rows may repeat or be left out in this epoch"
-            )
-        loops = self.trainer._checkpoint_connector._loaded_checkpoint.get("loops", {}).get("fit_loop")
-        if loops is not None:
-            fit_progress_to_layout(
-                loops["epoch_loop.batch_progress"],
-                saved=(state_dict["micro_batches_per_step"], state_dict["micro_batches_per_epoch"]),
-                present=(self._order.accumulation, self._order.micro_batches_per_epoch),
-            )
+        mine = self._identity()
+        changed = [name for name in mine if name in state_dict and state_dict[name] != mine[name]]
+        batch = (state_dict["global_batch_size"], self.global_batch_size)
+        if changed or batch[0] != batch[1]:
+            what = [f"{_NAMES.get(n, n)} {_short(state_dict[n])} -> {_short(mine[n])}" for n in changed]
+            what += [f"global_batch_size {batch[0]} -> {batch[1]}"] * (batch[0] != batch[1])
+            if not self.resume_with_other_data:
+                raise UserError(
+                    f"the checkpoint was trained on other data ({', '.join(what)}); resume with the same, or set "
+                    "data.resume_with_other_data true to go on with this"
+                )
+            where = "from its beginning" if changed else "after the samples seen so far"
+            rank_zero_warn(f"resuming with other data ({', '.join(what)}), {where}")
+        checkpoint = self.trainer._checkpoint_connector._loaded_checkpoint
+        self._step_offset = state_dict.get("step_offset", 0)
+        loops = checkpoint.get("loops", {}).get("fit_loop")
+        present = (self._order.accumulation, self._order.micro_batches_per_epoch)
+        if changed or batch[0] != batch[1]:
+            step = 0 if changed else self._order.step_after(state_dict["samples"])
+            self._step_offset = step - checkpoint["global_step"]
+            if loops is not None:
+                fit_progress_to_step(loops["epoch_loop.batch_progress"], step, present)
+        elif loops is not None:
+            saved = (state_dict["micro_batches_per_step"], state_dict["micro_batches_per_epoch"])
+            fit_progress_to_layout(loops["epoch_loop.batch_progress"], saved, present)
 
     # Inside
 
     def _setup_training(self) -> None:
         trainer = self.trainer
         assert trainer is not None
-        store = self._open("train")
         rank, replicas = self._rank_and_replicas()
         micro = self.micro_batch_size or self.global_batch_size // replicas
         if micro == 0 or self.global_batch_size % (micro * replicas):
@@ -178,16 +225,28 @@ class TokenDataModule(L.LightningDataModule):
                 f"data.global_batch_size {self.global_batch_size} does not divide by micro_batch_size {max(micro, 1)} "
                 f"x {replicas} data-parallel rank{'s' if replicas > 1 else ''}; change one of them"
             )
-        self._rows["train"] = TokenRows(store, self.seq_len, self.isolate_documents)
-        self._order = TrainOrder(len(self._rows["train"]), self.global_batch_size, micro, self.seed, rank, replicas)
+        parts = [self._training_rows(folder) for folder in self._folders]
+        rows = self._rows["train"] = parts[0] if self._mixture is None else MixedRows(parts)
+        numbers = len(rows) if self._mixture is None else tuple(map(len, parts))
+        self._order = TrainOrder(numbers, self.global_batch_size, micro, self.seed, rank, replicas, self._mixture)
+        self._step_offset = 0
         accumulation = self._order.accumulation
         self._count_in_micro_batches(trainer, accumulation)
-        unused = store.num_tokens - len(self._rows["train"]) * self.seq_len
+        for folder, part in zip(self._folders, parts, strict=True):
+            rank_zero_info(f"data: {folder}: {part.describe()}")
         rank_zero_info(
-            f"data: {len(self._rows['train']):,} rows of {self.seq_len} tokens, {unused} tokens at the end left out; "
-            f"{self._order.steps_per_epoch:,} steps an epoch of {self.global_batch_size} rows = {micro} x {replicas} "
-            f"rank{'s' if replicas > 1 else ''} x {accumulation} micro-batches"
+            f"data: {self._order.steps_per_epoch:,} steps an epoch of {self.global_batch_size} rows = {micro} x "
+            f"{replicas} rank{'s' if replicas > 1 else ''} x {accumulation} micro-batches"
         )
+
+    def _training_rows(self, folder: str) -> TokenRows | PackedRows:
+        store = self._open(folder, "train")
+        if self._packed(store):
+            return PackedRows(store, self.seq_len)
+        return TokenRows(store, self.seq_len, self.isolate_documents)
+
+    def _packed(self, store: TokenStore) -> bool:
+        return self.packing == "best_fit" or (self.packing == "auto" and store.has_trained and self.isolate_documents)
 
     def _count_in_micro_batches(self, trainer: L.Trainer, accumulation: int) -> None:
         """Sets accumulation, and turns what a user says in steps into micro-batches, in which Lightning counts.
@@ -222,31 +281,65 @@ class TokenDataModule(L.LightningDataModule):
             trainer.limit_train_batches = -(-limit // accumulation) * accumulation
 
     def require_store(self) -> str:
-        """The store's folder; UserError without one."""
-        if self.store is None:
+        """The first store's folder; UserError without one."""
+        if not self._folders:
             raise UserError("data.store is missing; give the folder that `lit-llm prepare ... --output DIR` wrote")
-        return self.store
+        return self._folders[0]
 
-    def _first_split(self) -> str:
-        splits = TokenStore.splits(self.require_store())
-        return "train" if "train" in splits else splits[0]
+    def _named(self) -> str:
+        return ", ".join(self._folders)
 
-    def _open(self, split: str) -> TokenStore:
-        if split not in self._stores:
-            self._stores[split] = TokenStore(self.require_store(), split)
-        return self._stores[split]
+    def _any_store(self) -> TokenStore:
+        """The first store's first split, after a look that all stores go together."""
+        stores = []
+        for folder in self._folders:
+            splits = TokenStore.splits(folder)
+            stores.append(self._open(folder, "train" if "train" in splits else splits[0]))
+        for store in stores[1:]:
+            if store.tokenizer.fingerprint != stores[0].tokenizer.fingerprint:
+                raise UserError(
+                    f"data.store: {store.folder} was made with another tokenizer ({store.vocab_size} ids) than "
+                    f"{stores[0].folder} ({stores[0].vocab_size} ids); prepare it with --tokenizer {stores[0].folder}"
+                )
+        return stores[0]
+
+    def _open(self, folder: str, split: str) -> TokenStore:
+        if (folder, split) not in self._stores:
+            self._stores[folder, split] = TokenStore(folder, split)
+        return self._stores[folder, split]
 
     def _evaluation_rows(self, split: str) -> None:
-        store = self._open(split)
-        lengths = store.tokenizer.token_byte_lengths()
-        self._rows[split] = TokenRows(store, self.seq_len, self.isolate_documents, pad_last=True, byte_lengths=lengths)
+        stores = [self._open(folder, split) for folder in self._folders if split in TokenStore.splits(folder)]
+        if not stores:
+            raise UserError(f"{self._named()} has no split {split!r}; prepare it with --val_fraction above 0")
+        lengths = stores[0].tokenizer.token_byte_lengths()
+        parts: list[TokenRows | PackedRows] = []
+        for store in stores:
+            if self._packed(store):
+                parts.append(PackedRows(store, self.seq_len, lengths))
+            else:
+                parts.append(
+                    TokenRows(store, self.seq_len, self.isolate_documents, pad_last=True, byte_lengths=lengths)
+                )
+        self._rows[split] = parts[0] if len(parts) == 1 else MixedRows(parts)
+
+    def _identity(self) -> dict[str, Any]:
+        """What makes two runs' data the same, whatever the layout."""
+        return {
+            "seed": self.seed,
+            "seq_len": self.seq_len,
+            "isolate_documents": self.isolate_documents,
+            "packing": self.packing,
+            "stores": [self._open(folder, "train").fingerprint for folder in self._folders],
+            "shares": None if self._mixture is None else self._mixture.shares.tolist(),
+        }
 
     def _evaluation_loader(self, split: str) -> DataLoader:
         rows, (rank, replicas) = self._rows[split], self._rank_and_replicas()
         micro = self.micro_batch_size or max(1, self.global_batch_size // replicas)
         return self._loader(rows, _EvalSampler(rows, EvalOrder(len(rows), micro, rank, replicas)), persistent=False)
 
-    def _loader(self, rows: TokenRows, sampler: DistributedSampler, persistent: bool) -> DataLoader:
+    def _loader(self, rows: Rows, sampler: DistributedSampler, persistent: bool) -> DataLoader:
         pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         # batch_size=None: the sampler's items are whole micro-batches, gathered at once by TokenRows.
         return TokenLoader(
@@ -254,6 +347,7 @@ class TokenDataModule(L.LightningDataModule):
             batch_size=None,
             sampler=sampler,
             num_workers=self.num_workers,
+            collate_fn=_to_tensors,  # type: ignore[arg-type]
             pin_memory=pin,
             persistent_workers=persistent and self.num_workers > 0,
         )
@@ -271,18 +365,17 @@ class TokenDataModule(L.LightningDataModule):
         if trainer is None or getattr(trainer, "overfit_batches", False):
             return 0
         if trainer.lightning_module.automatic_optimization:
-            return self._completed_steps()
+            return self._completed_steps() + self._step_offset
         # With manual optimization any number of optimizer steps may be taken in a micro-batch.
         assert self._order is not None
-        return trainer.fit_loop.epoch_loop.batch_progress.total.ready // self._order.accumulation
+        return trainer.fit_loop.epoch_loop.batch_progress.total.ready // self._order.accumulation + self._step_offset
 
     def _epochs_are_cut(self) -> bool:
         return self.trainer is not None and self.trainer.limit_train_batches != 1.0
 
-    def _samples_at(self, step: int) -> int:
-        assert self._order is not None
-        epoch, position = divmod(step, self._order.steps_per_epoch)
-        return epoch * self._order.num_samples + position * self.global_batch_size
+
+def _to_tensors(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in batch.items()}
 
 
 class TokenLoader(DataLoader):
@@ -309,7 +402,7 @@ class _BatchSampler(DistributedSampler, SequentialSampler):
 class _TrainSampler(_BatchSampler):
     """This rank's micro-batches, from the step on that comes next."""
 
-    def __init__(self, rows: TokenRows, order: TrainOrder, next_step: StepSource, endless: Any) -> None:
+    def __init__(self, rows: Rows, order: TrainOrder, next_step: StepSource, endless: Any) -> None:
         super().__init__(rows, order.num_replicas, order.rank, shuffle=False)  # type: ignore[arg-type]
         self.order, self._next_step, self._endless = order, next_step, endless
 
@@ -323,7 +416,7 @@ class _TrainSampler(_BatchSampler):
 class _EvalSampler(_BatchSampler):
     """This rank's evaluation batches."""
 
-    def __init__(self, rows: TokenRows, order: EvalOrder) -> None:
+    def __init__(self, rows: Rows, order: EvalOrder) -> None:
         super().__init__(rows, order.num_replicas, order.rank, shuffle=False)  # type: ignore[arg-type]
         self.order = order
 
@@ -372,3 +465,23 @@ def fit_progress_to_layout(progress: dict[str, Any], saved: tuple[int, int], pre
     for name in ("ready", "started", "processed", "completed"):
         current[name] = new_ready - (behind if name == "completed" else 0)
         total[name] = epochs_before * present[1] + current[name]
+
+
+def fit_progress_to_step(progress: dict[str, Any], step: int, present: tuple[int, int]) -> None:
+    """Rewrites Lightning's saved count of micro-batches for data that goes on at another place of its order.
+
+    Args:
+        progress: as in :func:`fit_progress_to_layout`.
+        step: of the new data's order, which comes next.
+        present: (micro-batches per step, micro-batches per epoch) of the new data.
+    """
+    done = step * present[0]
+    for name in ("ready", "started", "processed", "completed"):
+        progress["current"][name] = done % present[1]
+        progress["total"][name] = done
+    progress["is_last_batch"] = False
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(str(v)[:8] for v in value) if isinstance(value, list) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
+from lit_llm.data.mixture import Mixture
+
 _ROUNDS = 8
+_CHUNK = 4096
 
 
 def round_keys(*parts: int | str) -> np.ndarray:
@@ -56,6 +60,25 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(32))
 
 
+def _shuffled(places: np.ndarray, n: int, *key: int) -> np.ndarray:
+    """``permute`` of rising places by the key ("order", *key), in chunks that are kept.
+
+    A call costs much more than its numbers: a batch of 8 would take seven times as long as to gather its rows.
+    """
+    parts = []
+    for chunk in range(int(places[0]) // _CHUNK, int(places[-1]) // _CHUNK + 1):
+        first = chunk * _CHUNK
+        inside = places[np.searchsorted(places, first) : np.searchsorted(places, first + _CHUNK)]
+        parts.append(_chunk(chunk, n, key)[inside - first])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@lru_cache(maxsize=64)
+def _chunk(number: int, n: int, key: tuple[int, ...]) -> np.ndarray:
+    places = np.arange(number * _CHUNK, min((number + 1) * _CHUNK, n))
+    return permute(places, n, round_keys("order", *key))
+
+
 @dataclass(frozen=True)
 class TrainOrder:
     """Which samples each micro-batch of each rank holds.
@@ -66,19 +89,29 @@ class TrainOrder:
     in as many micro-batches as any other; those without a sample get one place -1, a row without labels. So a step is
     always the same number of micro-batches, which is how Lightning counts.
 
+    Several sources are numbered one after another, and dealt by a mixture; each has a permutation and epochs of its
+    own, in which every sample of it comes once. An epoch of the whole is as many samples as all sources hold.
+
     Args:
-        num_samples: in an epoch.
+        num_samples: in an epoch; of each source where there are several.
         global_batch_size, micro_batch_size: samples.
         seed: of the shuffling.
         rank, num_replicas: of the data-parallel group.
+        mixture: which source each sample comes from, needed for more than one.
     """
 
-    num_samples: int
+    num_samples: int | tuple[int, ...]
     global_batch_size: int
     micro_batch_size: int
     seed: int = 0
     rank: int = 0
     num_replicas: int = 1
+    mixture: Mixture | None = None
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples in an epoch."""
+        return self.num_samples if isinstance(self.num_samples, int) else sum(self.num_samples)
 
     @property
     def accumulation(self) -> int:
@@ -88,7 +121,7 @@ class TrainOrder:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps that see every sample once."""
-        return -(-self.num_samples // self.global_batch_size)
+        return -(-self.samples_per_epoch // self.global_batch_size)
 
     @property
     def micro_batches_per_epoch(self) -> int:
@@ -99,8 +132,29 @@ class TrainOrder:
         """The samples of optimizer step ``step`` (counted from the start of training), int64."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.global_batch_size
-        places = np.arange(start, min(start + self.global_batch_size, self.num_samples))
-        return permute(places, self.num_samples, round_keys("order", self.seed, epoch))
+        places = np.arange(start, min(start + self.global_batch_size, self.samples_per_epoch))
+        if isinstance(self.num_samples, int):
+            return _shuffled(places, self.num_samples, self.seed, epoch)
+        assert self.mixture is not None
+        sources, within = self.mixture.source_of(epoch * self.samples_per_epoch + places)
+        first = 0
+        for source, count in enumerate(self.num_samples):
+            epochs, positions = np.divmod(within, count)
+            for own_epoch in np.unique(epochs[sources == source]).tolist():
+                chosen = (sources == source) & (epochs == own_epoch)
+                places[chosen] = first + _shuffled(positions[chosen], count, self.seed, own_epoch, source)
+            first += count
+        return places
+
+    def samples_before(self, step: int) -> int:
+        """How many samples come before optimizer step ``step``."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        return epoch * self.samples_per_epoch + position * self.global_batch_size
+
+    def step_after(self, samples: int) -> int:
+        """The step that begins after about so many samples: the nearest one that leaves none out."""
+        epoch, position = divmod(samples, self.samples_per_epoch)
+        return epoch * self.steps_per_epoch + position // self.global_batch_size
 
     def micro_batches(self, step: int) -> Iterator[np.ndarray]:
         """This rank's parts of a step."""

@@ -2,7 +2,7 @@
 
 Documents are read in order, tokenized by worker processes in batches whose results are taken in order again, split by
 a hash of (seed, document number) and written. So the bytes of a store depend on the inputs, the tokenizer and the
-seed, not on the number of workers; memory holds a few batches and the longest document.
+seed, not on the number of workers; memory holds a few batches.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from shutil import copyfileobj
 from time import perf_counter
@@ -24,9 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lit_llm.data.encode import Encoded, default_workers, encode_all
+from lit_llm.data.document import Conversation, Item
+from lit_llm.data.encode import Encoded, EngineMismatch, default_workers, encode_all
+from lit_llm.data.histogram import LengthHistogram
 from lit_llm.data.progress import ProgressBar
-from lit_llm.data.sources import STDIN, Listing, SourceFile, list_files, read_documents
+from lit_llm.data.sources import STDIN, Listing, SourceFile, list_files, read_items
+from lit_llm.data.store import TokenStore, read_meta
 from lit_llm.data.tokenizer import Tokenizer, check_vocab_size, train_tokenizer
 from lit_llm.data.tokenizer_json import CONFIG_FILE
 from lit_llm.data.writer import SHARD_BYTES, StoreWriter, new_folder
@@ -53,6 +56,8 @@ class Summary:
     trained: bool
     workers: int
     seconds: float
+    engine: str
+    lengths: LengthHistogram = field(repr=False)
     notes: tuple[str, ...] = ()
 
     def total(self, what: str) -> int:
@@ -72,14 +77,15 @@ class Summary:
             documents, tokens, size = (split[key] for key in ("documents", "tokens", "bytes"))
             table.add_row(name, f"{documents:,}", f"{tokens:,}", f"{size / 1e6:,.2f}", f"{size / tokens:.2f}")
         how = "trained here" if self.trained else "given"
-        lines = [f"tokenizer: {self.vocab_size:,} ids, EOS {self.eos_token!r}, {how}"]
+        checked = ", its ids compared with those of tokenizers" if self.engine != "tokenizers" else ""
+        lines = [f"tokenizer: {self.vocab_size:,} ids, EOS {self.eos_token!r}, {how}; engine {self.engine}{checked}"]
         if self.skipped:
             lines.append("skipped: " + ", ".join(f"{count:,} {why}" for why, count in sorted(self.skipped.items())))
         lines += [f"note: {note}" for note in self.notes]
         speed = self.total("bytes") / 1e6 / max(self.seconds, 1e-9)
         workers = "1 process" if self.workers == 1 else f"{self.workers} processes"
         lines.append(f"wrote {self.output} in {self.seconds:.1f} s ({speed:.1f} MB/s, {workers})")
-        return Group(table, *(Text(line) for line in lines))
+        return Group(table, Text(), self.lengths, Text(), *(Text(line) for line in lines))
 
 
 def prepare(
@@ -100,18 +106,20 @@ def prepare(
     Args:
         inputs: what to read, see ``lit_llm.data.sources.iter_documents``.
         output: the store's folder. It appears when it is complete; a store that lies there is replaced then.
-        tokenizer: a tokenizer.json, a folder that holds one, or a Tokenizer; None trains a byte-level BPE on the
-            inputs (on a sample of about 100 MB where they are larger).
+        tokenizer: a Tokenizer or what one can be made of (see there); None trains a byte-level BPE on the inputs (on
+            a sample of about 100 MB where they are larger).
         vocab_size: ids of the trained tokenizer, 8192 by default.
-        text_key: key of the text in .jsonl lines.
-        val_fraction: share of the documents that goes to the split ``val``, by a hash of (seed, document number). The
-            default, 2%, suits large inputs; a few hundred documents want 5% or more for a steady loss. With two
-            documents or more neither split is left empty; 0 makes no ``val``.
+        text_key: key of the text in the records of .jsonl, .json, .csv and .parquet files and data sets; without it a
+            record is a chat (``messages``, ``prompt`` and ``completion``, or ``instruction`` and ``output``).
+        val_fraction: share of the documents that goes to the split ``val``, by a hash of (seed, document number); the
+            first one is always trained on, and the last one validated on if no other is (unless it is so long that it
+            is in the store before its end is seen). The default, 2%, suits large inputs; a few hundred documents want
+            5% or more for a steady loss. 0 makes no ``val``.
         workers: processes that tokenize; default: a process per usable CPU, fewer for little text. The result does
             not depend on it.
         seed: of the split and of the tokenizer's sample.
         progress: show a progress bar on stderr where that is a terminal.
-        shard_bytes: bound of a shard's size; only a longer document exceeds it.
+        shard_bytes: bound of a shard's size.
 
     Raises:
         UserError: a wrong option, an input that cannot be read (with file and line), a tokenizer without EOS, an
@@ -122,6 +130,8 @@ def prepare(
         raise UserError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
     if workers is not None and workers < 1:
         raise UserError(f"workers must be at least 1, not {workers}")
+    if shard_bytes < 4:
+        raise UserError(f"shard_bytes must be at least 4, the bytes of an id, not {shard_bytes}")
     given = tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
     if given is not None:
         _check_given(given, vocab_size, tokenizer)
@@ -134,26 +144,43 @@ def prepare(
         if given is None:
             files = _spool_stdin(listing, folder)
             wanted = VOCAB_SIZE if vocab_size is None else vocab_size
-            given = train_tokenizer(bar.reading(_sample(files, text_key, seed), sum(f.size for f in files)), wanted)
+            given = _train(files, text_key, seed, wanted, bar)
             if given.vocab_size < wanted:
                 notes.append(f"the text gives a vocabulary of {given.vocab_size} ids only, not {wanted}")
-            size: int | None = sum(file.size for file in files)
-        else:
-            size = listing.size
-        skipped = Counter(listing.skipped)
+        spooled = [file.path for file in files if file.path.parent == folder]
+        size = Listing(files, Counter()).size
         workers = default_workers(size) if workers is None else workers
-        writer = StoreWriter(folder, given, shard_bytes=shard_bytes)
+        options = {"seed": seed, "val_fraction": val_fraction, "text_key": text_key}
+
+        def write(tokenizer: Tokenizer) -> tuple[dict[str, Any], Counter[str], LengthHistogram]:
+            skipped = Counter(listing.skipped)
+            writer = StoreWriter(folder, tokenizer, shard_bytes=shard_bytes)
+            try:
+                with closing(encode_all(read_items(files, text_key, skipped), tokenizer, workers)) as batches:
+                    lengths = _write(bar.encoding(batches, size), writer, val_fraction, seed)
+                for path in spooled:
+                    path.unlink()
+                return writer.finish({"options": options}), skipped, lengths
+            finally:
+                writer.close()
+
         try:
-            with closing(encode_all(read_documents(files, text_key, skipped), given, workers)) as batches:
-                _write(bar.encoding(batches, size), writer, val_fraction, seed)
-            for file in files:  # a spooled stdin
-                if file.path.parent == folder:
-                    file.path.unlink()
-            meta = writer.finish({"options": {"seed": seed, "val_fraction": val_fraction, "text_key": text_key}})
-        finally:
-            writer.close()
+            meta, skipped, lengths = write(given)
+        except EngineMismatch as error:
+            if listing.reads_stdin and not spooled:
+                raise UserError(
+                    f"{error}: {given.engine} gives other ids than tokenizers; write the text into a file and prepare "
+                    "that, so that it can be read again by the other engine"
+                ) from error
+            notes.append(f"{given.engine} gave other ids than tokenizers ({error}), which was slower but used instead")
+            given.use_engine("tokenizers")
+            for path in set(folder.iterdir()) - set(spooled):
+                path.unlink()
+            meta, skipped, lengths = write(given)
     if val_fraction > 0 and "val" not in meta["splits"]:
-        notes.append("one document makes no validation split; give more documents, or validate on another store")
+        notes.append(
+            "no validation split: there is no document to spare for it; give more, or validate on another store"
+        )
     splits = {
         name: {key: split[key] for key in ("documents", "tokens", "bytes")} for name, split in meta["splits"].items()
     }
@@ -167,6 +194,8 @@ def prepare(
         trained=tokenizer is None,
         workers=workers,
         seconds=perf_counter() - begin,
+        engine=given.engine,
+        lengths=lengths,
         notes=tuple(notes),
     )
 
@@ -198,14 +227,29 @@ def _spool_stdin(listing: Listing, folder: Path) -> list[SourceFile]:
     return files
 
 
-def _sample(files: list[SourceFile], text_key: str, seed: int) -> Iterator[str]:
-    """Pieces of the documents, about TRAIN_BYTES of them, chosen by a hash of (seed, document, piece)."""
-    share = TRAIN_BYTES / max(sum(file.size for file in files), 1)
-    for number, document in enumerate(read_documents(files, text_key, Counter())):
-        text = document.text
-        for start in range(0, len(text), _PIECE):
-            if share >= 1 or _draw("sample", seed, number, start) < share:
-                yield text[start : start + _PIECE]
+def _train(files: list[SourceFile], text_key: str, seed: int, vocab_size: int, bar: ProgressBar) -> Tokenizer:
+    """A tokenizer of the inputs; one with ChatML's control tokens where they begin with a chat."""
+    items = read_items(files, text_key, Counter())
+    first = next(items)
+    size = sum(file.size for file in files)
+    # what does not say its size beforehand gives its first TRAIN_BYTES
+    share = TRAIN_BYTES / max(size, 1) if all(file.sized for file in files) else 1.0
+    texts = _sample(chain([first], items), seed, share)
+    return train_tokenizer(bar.reading(texts, size), vocab_size, chat=isinstance(first, Conversation))
+
+
+def _sample(items: Iterable[Item], seed: int, share: float) -> Iterator[str]:
+    """Pieces of the texts, about ``share`` of them, chosen by a hash of (seed, item, piece)."""
+    taken = 0
+    for number, item in enumerate(items):
+        if share == 1.0 and taken > TRAIN_BYTES:
+            return
+        texts = [m["content"] for m in item.messages] if isinstance(item, Conversation) else [item.text]
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                if share >= 1 or _draw("sample", seed, number, start) < share:
+                    taken += min(_PIECE, len(text) - start)
+                    yield text[start : start + _PIECE]
 
 
 def _draw(*key: str | int) -> float:
@@ -214,33 +258,41 @@ def _draw(*key: str | int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def _write(results: Iterable[Encoded], writer: StoreWriter, val_fraction: float, seed: int) -> None:
+def _write(results: Iterable[Encoded], writer: StoreWriter, val_fraction: float, seed: int) -> LengthHistogram:
     """Split the documents and write them, in order."""
-    number = 0
-    last: Encoded | None = None
+    begun = 0  # documents
+    open_val = False  # where the document that goes on into the next batch lies
+    open_length = 0
+    histogram = LengthHistogram()
 
     def append(batch: Encoded, final: bool) -> None:
-        nonlocal number
+        nonlocal begun, open_val, open_length
         count = len(batch.lengths)
-        numbers = range(number, number + count)
-        val = np.fromiter((_draw("split", seed, n) < val_fraction for n in numbers), bool, count)
-        number += count
-        if final and val_fraction > 0 and number > 1:
-            # The last document, which is the only one still in hand, fills a split that got none.
-            if not writer.documents("val") and not val.any():
-                val[-1] = True
-            elif not writer.documents("train") and val.all():
-                val[-1] = False
-        elif final and val_fraction > 0:
-            val[-1] = False
+        first = begun if batch.begins else begun - 1
+        val = np.fromiter((_draw("split", seed, n) < val_fraction for n in range(first, first + count)), bool, count)
+        if not batch.begins:
+            val[0] = open_val
+        elif first == 0:
+            val[0] = False  # so that there is always something to train on
+        begun = first + count
+        in_hand = final and begun > 1 and (batch.begins or count > 1)  # all of the last document
+        if in_hand and val_fraction > 0 and not writer.documents("val") and not val.any():
+            val[-1] = True
+        open_val = bool(val[-1])
+        lengths = batch.lengths.copy()
+        lengths[0] += open_length
+        open_length = 0 if batch.ends else int(lengths[-1])
+        histogram.add(lengths if batch.ends else lengths[:-1])
         _append_runs(writer, batch, val)
 
+    last: Encoded | None = None
     for batch in results:
         if last is not None:
             append(last, final=False)
         last = batch
     if last is not None:
         append(last, final=True)
+    return histogram
 
 
 def _append_runs(writer: StoreWriter, batch: Encoded, val: np.ndarray) -> None:
@@ -248,9 +300,37 @@ def _append_runs(writer: StoreWriter, batch: Encoded, val: np.ndarray) -> None:
     ends = np.cumsum(batch.lengths)
     borders = [0, *(np.flatnonzero(np.diff(val)) + 1).tolist(), len(val)]
     for first, stop in pairwise(borders):
-        ids = batch.ids[int(ends[first - 1]) if first else 0 : int(ends[stop - 1])]
-        split = "val" if val[first] else "train"
-        writer.append(split, ids, batch.lengths[first:stop], batch.text_bytes[first:stop])
+        tokens = slice(int(ends[first - 1]) if first else 0, int(ends[stop - 1]))
+        writer.append(
+            "val" if val[first] else "train",
+            batch.ids[tokens],
+            batch.lengths[first:stop],
+            batch.text_bytes[first:stop],
+            trained=None if batch.trained is None else batch.trained[tokens],
+            begins=batch.begins or first > 0,
+        )
+
+
+# ------------------------------------------------------------------- checking
+
+
+def check(folder: str | Path) -> list[str]:
+    """Reads all of a store and says what is wrong with it, a line each; [] if nothing is.
+
+    Raises:
+        UserError: no store there.
+    """
+    meta = read_meta(folder)
+    problems = []
+    for split in sorted(meta.get("splits", {})):
+        try:
+            store = TokenStore(folder, split)
+            problems += store.problems()
+            if not problems:
+                _ = store.tokenizer
+        except UserError as error:
+            problems.append(str(error))
+    return problems if meta.get("splits") else [f"{folder}: meta.json names no split; prepare the store anew"]
 
 
 # ------------------------------------------------------------------- command line
@@ -260,19 +340,23 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The options of ``lit-llm prepare``."""
     parser.add_argument(
         "inputs",
-        nargs="+",
+        nargs="*",
         metavar="INPUT",
-        help="files, folders or quoted globs of .txt .md .py .jsonl, - for stdin (a document a line), or python-stdlib",
+        help="files, folders or quoted globs of .txt .md .py .jsonl .json .csv .parquet, also .gz and .zst of them; - "
+        "for stdin (a document a line), hf:NAME for a Hugging Face data set (hf:NAME:CONFIG@SPLIT), or python-stdlib",
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="the store's folder; a store there is replaced")
+    parser.add_argument("--output", metavar="DIR", help="the store's folder; a store there is replaced")
+    parser.add_argument("--check", metavar="DIR", help="verify the store in DIR instead: lengths, checksums, ids")
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="a tokenizer.json or a folder that holds one (default: train one)"
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json, SentencePiece .model, tiktoken ranks, or a folder that holds one (default: train one)",
     )
     parser.add_argument(
         "--vocab_size", type=int, metavar="N", help=f"ids of the trained tokenizer (default: {VOCAB_SIZE})"
     )
     parser.add_argument(
-        "--text_key", default="text", metavar="KEY", help="key of the text in .jsonl lines (default: %(default)s)"
+        "--text_key", default="text", metavar="KEY", help="key of the text in a record (default: %(default)s)"
     )
     parser.add_argument(
         "--val_fraction",
@@ -283,11 +367,37 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes that tokenize (default: one per CPU)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the split (default: %(default)s)")
+    parser.add_argument(
+        "--shard_bytes",
+        type=int,
+        default=SHARD_BYTES,
+        metavar="N",
+        help="no shard of ids gets longer (default: %(default)s)",
+    )
 
 
 def run(args: Namespace) -> int:
-    """Prepare what the options say and print a summary; 130 after Ctrl-C. UserError as in ``prepare``."""
+    """Prepare what the options say and print a summary, or check a store.
+
+    1: the checked store is damaged; 130: Ctrl-C. UserError as in ``prepare``.
+    """
     from rich.console import Console
+
+    if args.check is not None:
+        if args.inputs or args.output:
+            raise UserError("--check DIR verifies a store and takes neither inputs nor --output")
+        problems = check(args.check)
+        for problem in problems:
+            print(f"lit-llm: error: {problem}", file=sys.stderr)
+        if not problems:
+            print(f"{args.check} is whole: lengths, checksums, ids and tokenizer are those of its meta.json")
+        return 1 if problems else 0
+    missing = [what for what, given in (("INPUT", args.inputs), ("--output DIR", args.output)) if not given]
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)} missing: name files, folders, quoted globs, - for stdin, hf:NAME or python-stdlib, "
+            "and by --output the folder for the store"
+        )
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)  # so that the half-made folder is removed on SIGTERM too
@@ -303,6 +413,7 @@ def run(args: Namespace) -> int:
             val_fraction=args.val_fraction,
             workers=args.workers,
             seed=args.seed,
+            shard_bytes=args.shard_bytes,
         )
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)

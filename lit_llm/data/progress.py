@@ -67,7 +67,7 @@ class ProgressBar:
         documents = 0
         for batch in batches:
             yield batch
-            documents += len(batch.lengths)
+            documents += len(batch.lengths) - (not batch.begins)
             self._advance(task, batch.size, documents)
         self._progress.update(task, total=self._progress.tasks[task].completed, refresh=True)
 

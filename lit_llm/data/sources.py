@@ -1,4 +1,5 @@
-"""Where text comes from: files, folders, globs, stdin and the Python library, as a stream of documents.
+"""Where text comes from: files, folders, globs, stdin, data sets and the Python library, as a stream of documents and
+conversations.
 
 Texts come out as they stand: line ends are kept, only a byte order mark at a file's start is taken off. Order is the
 order of the inputs, inside a folder by name, so that it does not depend on the file system.
@@ -7,24 +8,42 @@ order of the inputs, inside a folder by name, so that it does not depend on the 
 from __future__ import annotations
 
 import glob
-import io
-import json
 import os
-import sys
 import sysconfig
-import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
+from lit_llm.data.archives import STDIN
+from lit_llm.data.document import Conversation, Document, Item
+from lit_llm.data.hub import hub_file
+from lit_llm.data.readers import HUB, UNDECODABLE, SourceFile, known_suffixes, read_lines, reader_of
+from lit_llm.data.records import EMPTY_ANSWER
 from lit_llm.errors import UserError
 
-STDIN = "-"
+__all__ = [
+    "EMPTY",
+    "EMPTY_ANSWER",
+    "HIDDEN",
+    "LINKED",
+    "OTHER_SUFFIX",
+    "PYTHON_STDLIB",
+    "STDIN",
+    "TWICE",
+    "UNDECODABLE",
+    "Conversation",
+    "Document",
+    "Item",
+    "Listing",
+    "SourceFile",
+    "iter_documents",
+    "list_files",
+    "read_items",
+]
+
 PYTHON_STDLIB = "python-stdlib"
-_BOM = b"\xef\xbb\xbf"
+_INPUTS = f"files, folders, quoted globs, {STDIN} for stdin, {HUB}NAME for a Hugging Face data set, or {PYTHON_STDLIB}"
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 EMPTY = "empty or only whitespace"
@@ -32,27 +51,6 @@ HIDDEN = "hidden"
 OTHER_SUFFIX = "of another kind"
 TWICE = "named twice"
 LINKED = "linked folders"
-UNDECODABLE = "not decodable"
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text, where it stands (``file`` or ``file:line``, for messages) and how many bytes of input it took."""
-
-    text: str
-    source: str
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """One file to read. ``name`` stands for it in messages; ``lenient``: an undecodable file is left out, counted."""
-
-    path: Path
-    name: str
-    reader: Callable[[SourceFile, str, Counter[str]], Iterator[Document]]
-    size: int = 0
-    lenient: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,50 +66,64 @@ class Listing:
 
     @property
     def size(self) -> int | None:
-        """Bytes of input; None with stdin, which does not say."""
-        return None if self.reads_stdin else sum(file.size for file in self.files)
+        """Bytes of input; None with stdin or a data set, which do not say."""
+        return sum(file.size for file in self.files) if all(file.sized for file in self.files) else None
 
 
 def iter_documents(
     inputs: Sequence[str | Path], text_key: str = "text", *, skipped: Counter[str] | None = None
-) -> Iterator[Document]:
-    """The documents of ``inputs``, in order.
+) -> Iterator[Item]:
+    """The documents and conversations of ``inputs``, in order.
 
     Args:
-        inputs: files, folders (read with their subfolders; hidden entries and unknown suffixes are left out), globs,
-            ``-`` for stdin (a document a line), ``python-stdlib``. A .txt, .md or .py file is a document; so is each
-            line of a .jsonl file.
-        text_key: the key that holds the text in a .jsonl line.
+        inputs: files, folders (read with their subfolders; hidden entries, linked folders and unknown suffixes are
+            left out), globs, ``-`` for stdin (a document a line), ``hf:NAME[:CONFIG][@SPLIT]`` for a Hugging Face data
+            set, ``python-stdlib``. A .txt, .md or .py file is a document, in parts where it is long; .jsonl, .json,
+            .csv and .parquet files hold records. All but .parquet also as .gz and .zst.
+        text_key: the key that holds a record's text. A record without it may be a conversation, see
+            ``lit_llm.data.records.record_item``.
         skipped: counts what was left out, by reason (empty documents among others).
 
     Raises:
-        UserError: an input that is not there, cannot be read or holds no text; a byte that is not UTF-8, a line that
-            is not JSON or has no text under the key (with file and line).
+        UserError: an input that is not there, cannot be read or holds no text; a byte that is not UTF-8, a record
+            that is not as its format wants it or has neither text nor conversation (with file and line).
     """
     listing = list_files(inputs)
     skipped = Counter() if skipped is None else skipped
     skipped.update(listing.skipped)
-    yield from read_documents(listing.files, text_key, skipped)
+    yield from read_items(listing.files, text_key, skipped)
 
 
-def read_documents(files: Iterable[SourceFile], text_key: str, skipped: Counter[str]) -> Iterator[Document]:
-    """The documents of ``files`` that hold text; UserError when none does."""
+def read_items(files: Iterable[SourceFile], text_key: str, skipped: Counter[str]) -> Iterator[Item]:
+    """The documents of ``files`` that hold text, and their conversations; UserError when there is none."""
     found = False
     names = []
     for file in files:
         names.append(file.name)
         try:
-            for document in file.reader(file, text_key, skipped):
-                if not document.text or document.text.isspace():
-                    skipped[EMPTY] += 1
-                else:
-                    found = True
-                    yield document
+            for item in _with_text(file.reader(file, text_key, skipped), skipped):
+                found = True
+                yield item
         except OSError as error:
             raise UserError(f"cannot read {file.name}: {error.strerror or error}") from error
     if not found:
         what = names[0] if len(names) == 1 else f"the {len(names)} files from {names[0]} on"
         raise UserError(f"no text in {what}: every document is empty; name an input that holds text")
+
+
+def _with_text(items: Iterable[Item], skipped: Counter[str]) -> Iterator[Item]:
+    """``items`` without the documents that are blank; blank parts wait until their document shows text."""
+    waiting: list[Document] = []
+    for item in items:
+        if isinstance(item, Document) and (item.begins or waiting) and (not item.text or item.text.isspace()):
+            waiting.append(item)
+            if item.ends:
+                skipped[EMPTY] += 1
+                waiting = []
+        else:
+            yield from waiting
+            waiting = []
+            yield item
 
 
 # ------------------------------------------------------------------- listing
@@ -122,12 +134,13 @@ def list_files(inputs: Sequence[str | Path]) -> Listing:
     if isinstance(inputs, (str, Path)):
         inputs = [inputs]
     if not inputs:
-        raise UserError("no input: name files, folders, quoted globs, - for stdin, or python-stdlib")
+        raise UserError(f"no input: name {_INPUTS}")
     files: dict[str, SourceFile] = {}
     skipped: Counter[str] = Counter()
     for entry in map(str, inputs):
         for file in _expand(entry, skipped):
-            key = os.path.realpath(file.path)  # a link and its target are one file
+            # a link and its target are one file
+            key = entry if entry.startswith(HUB) else os.path.realpath(file.path)
             if key in files:
                 skipped[TWICE] += 1
             files.setdefault(key, file)
@@ -137,7 +150,9 @@ def list_files(inputs: Sequence[str | Path]) -> Listing:
 def _expand(entry: str, skipped: Counter[str]) -> list[SourceFile]:
     path = Path(entry)
     if entry == STDIN:
-        return [SourceFile(path, "stdin", _read_lines)]
+        return [SourceFile(path, "stdin", read_lines)]
+    if entry.startswith(HUB):
+        return [hub_file(entry)]
     if entry == PYTHON_STDLIB:
         root = sysconfig.get_paths()["stdlib"]
         paths = [p for p in _walk(root, Counter(), _STDLIB_LEFT_OUT) if p.suffix == ".py"]
@@ -147,8 +162,8 @@ def _expand(entry: str, skipped: Counter[str]) -> list[SourceFile]:
     if os.path.isdir(entry):
         paths, what = list(_walk(entry, skipped)), "folder"
     elif os.path.exists(entry):
-        if path.suffix.lower() not in _READERS:
-            raise UserError(f"{entry}: cannot read files of this kind; known are {_known()}")
+        if reader_of(path) is None:
+            raise UserError(f"{entry}: cannot read files of this kind; known are {known_suffixes()}")
         return [_source_file(path)]
     elif entry and glob.escape(entry) != entry:
         matches = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]
@@ -159,14 +174,11 @@ def _expand(entry: str, skipped: Counter[str]) -> list[SourceFile]:
         paths = [m for m in matches if os.path.isfile(m)] + [p for m in folders for p in _walk(str(m), skipped)]
         what = "pattern"
     else:
-        raise UserError(
-            f"no such file or folder: {entry or repr(entry)}; inputs are files, folders, quoted globs, - for stdin and "
-            f"{PYTHON_STDLIB}"
-        )
-    known = [p for p in paths if p.suffix.lower() in _READERS]
+        raise UserError(f"no such file or folder: {entry or repr(entry)}; inputs are {_INPUTS}")
+    known = [p for p in paths if reader_of(p) is not None]
     skipped[OTHER_SUFFIX] += len(paths) - len(known)
     if not known:
-        raise UserError(f"{entry}: no file to read behind this {what}; known are {_known()}")
+        raise UserError(f"{entry}: no file to read behind this {what}; known are {known_suffixes()}")
     return [_source_file(p) for p in known]
 
 
@@ -197,105 +209,7 @@ def _source_file(path: Path, lenient: bool = False) -> SourceFile:
         size = path.stat().st_size
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return SourceFile(path, str(path), _READERS[path.suffix.lower()], size, lenient)
-
-
-# ------------------------------------------------------------------- readers
-
-
-def _read_text(file: SourceFile, text_key: str, skipped: Counter[str]) -> Iterator[Document]:
-    """A file that is one document."""
-    content = file.path.read_bytes()
-    yield Document(_decode(content, file.name), file.name, len(content))
-
-
-def _read_python(file: SourceFile, text_key: str, skipped: Counter[str]) -> Iterator[Document]:
-    """A Python source, in the encoding it declares (PEP 263)."""
-    content = file.path.read_bytes()
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-        if encoding.startswith("utf-8"):
-            text = _decode(content, file.name)
-        else:
-            text = content.decode(encoding)
-    except (SyntaxError, LookupError, ValueError):  # no or another encoding than it says
-        if file.lenient:
-            skipped[UNDECODABLE] += 1
-            return
-        text = _decode(content, file.name)  # as UTF-8, or with the place of the bad byte
-    yield Document(text, file.name, len(content))
-
-
-def _read_lines(file: SourceFile, text_key: str, skipped: Counter[str]) -> Iterator[Document]:
-    """A document a line."""
-    with _open(file) as stream:
-        for number, line in enumerate(stream, 1):
-            source = f"{file.name}:{number}"
-            yield Document(_decode(line, file.name, number).rstrip("\r\n"), source, len(line))
-
-
-def _read_jsonl(file: SourceFile, text_key: str, skipped: Counter[str]) -> Iterator[Document]:
-    """A JSON object a line, the text under ``text_key``. Blank lines are no records."""
-    with _open(file) as stream:
-        for number, raw in enumerate(stream, 1):  # of bytes, so that only "\n" ends a line, never U+2028
-            line = _decode(raw, file.name, number)
-            if line.isspace() or not line:
-                continue
-            source = f"{file.name}:{number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{source}: not JSON: {error}") from error
-            if not isinstance(record, dict):
-                raise UserError(f"{source}: a line must be a JSON object, not {line.strip():.40}")
-            if text_key not in record:
-                keys = ", ".join(map(repr, list(record)[:8])) or "none"
-                raise UserError(f"{source}: no key {text_key!r}, the keys are {keys}; name the right one by --text_key")
-            text = record[text_key]
-            if not isinstance(text, str):
-                kind = "null" if text is None else f"of type {type(text).__name__}"
-                raise UserError(f"{source}: {text_key!r} must be text, it is {kind}; drop the line or mend it")
-            if "\\ud" in line or "\\uD" in line:  # only an escape can make half a character
-                _check_surrogates(text, source)
-            yield Document(text, source, len(raw))
-
-
-def _open(file: SourceFile) -> AbstractContextManager[BinaryIO]:
-    if str(file.path) != STDIN:
-        return open(file.path, "rb")
-    if sys.stdin is None:
-        raise UserError("stdin is closed: pipe text into it, or name files")
-    return nullcontext(sys.stdin.buffer)
-
-
-def _decode(content: bytes, name: str, line: int = 1) -> str:
-    """UTF-8 to text; ``line`` is the number of the first line of ``content`` in the file called ``name``."""
-    if line == 1 and content.startswith(_BOM):
-        content = content[len(_BOM) :]
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        number = line + content.count(b"\n", 0, error.start)
-        raise UserError(
-            f"{name}:{number}: byte 0x{content[error.start]:02X} is not UTF-8; convert the file by iconv, or mend it"
-        ) from error
-
-
-def _check_surrogates(text: str, source: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{source}: half a surrogate pair (\\u{ord(text[error.start]):04x}) is no text") from error
-
-
-_READERS: dict[str, Callable[[SourceFile, str, Counter[str]], Iterator[Document]]] = {
-    ".txt": _read_text,
-    ".md": _read_text,
-    ".py": _read_python,
-    ".jsonl": _read_jsonl,
-}
-
-
-def _known() -> str:
-    *most, last = _READERS
-    return f"{', '.join(most)} and {last}"
+    known = reader_of(path)
+    assert known is not None
+    reader, archive = known
+    return SourceFile(path, str(path), reader, size, lenient, archive)

@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lit_llm.data.tokenizer_backend import byte_lengths, encode_all, load_backend, special_ids, text_error
+from lit_llm.data.tokenizer_files import read_files
 from lit_llm.data.tokenizer_json import (
     CARRIED_FILES,
     CONFIG_FILE,
     MODEL_FILES,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
-    byte_measure,
-    load_backend,
+    among_specials,
+    continuing,
     parse,
     processor_prefix,
-    read_files,
-    special_ids,
-    words_end_at_lines,
 )
+from lit_llm.data.tokenizer_training import EOS_TOKEN as EOS_TOKEN
+from lit_llm.data.tokenizer_training import check_vocab_size as check_vocab_size
+from lit_llm.data.tokenizer_training import train_tokenizer as train_tokenizer
 from lit_llm.errors import UserError
 
 if TYPE_CHECKING:
     import tokenizers
 
-EOS_TOKEN = "<|endoftext|>"
+    from lit_llm.data.fast_bpe import FastBPE
+    from lit_llm.data.safe_cuts import SafeCuts
 
 # Where no file says which token ends or begins a text: the names that base models gave them, most telling first.
 _EOS_NAMES = (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "<|im_end|>")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|bos|>", "<｜begin▁of▁sentence｜>", "[BOS]", "<|startoftext|>")
-
-_LONG_WORD = re.compile(r"\S{1000}")
-_LINE_END = re.compile(r"[A-Za-z](?=\n)")
 
 
 class Tokenizer:
@@ -47,7 +46,9 @@ class Tokenizer:
     Args:
         path: a ``tokenizer.json`` or a folder that holds one. The files that lie beside it under the usual names
             (tokenizer_config.json, special_tokens_map.json, chat_template.jinja, and the token ids of
-            generation_config.json and config.json) are read too.
+            generation_config.json and config.json) are read too. Other formats are turned into a tokenizer.json of
+            equal ids: a SentencePiece ``.model``, tiktoken ranks (``.tiktoken``, Llama 3's ``tokenizer.model``),
+            Mistral's tekken.json, GPT-2's vocab.json with merges.txt.
 
     Control tokens typed inside a text are plain text unless ``allow_special`` is set, so that a document or a prompt
     cannot end itself. The padding, truncation and BPE dropout a file may ask for are switched off: every text is
@@ -122,7 +123,8 @@ class Tokenizer:
             template = named[0].get("template") if named else None
         self.chat_template: str | None = template if isinstance(template, str) else None
         self._files = self._self_contained(files)
-        self._cuts_at_lines = words_end_at_lines(content)
+        self._may_be_fast = True
+        self._variants: dict[tuple[bool, bool], tokenizers.Tokenizer] = {(False, False): self._backend}
 
     def _add_special(self, backend: tokenizers.Tokenizer) -> None:
         """Let ``backend`` know as special what only a config calls so, that decoding can leave it out."""
@@ -141,7 +143,7 @@ class Tokenizer:
         return carried
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer.from_files, (self._files,)
+        return Tokenizer.from_files, (self._files,), {"_may_be_fast": self._may_be_fast}
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocab_size={self.vocab_size}, bos={self.bos_token!r}, eos={self.eos_token!r})"
@@ -167,7 +169,13 @@ class Tokenizer:
     # ---------------------------------------------------------------- encoding
 
     def encode(
-        self, text: str, *, bos: bool | None = None, eos: bool = False, allow_special: bool = False
+        self,
+        text: str,
+        *,
+        bos: bool | None = None,
+        eos: bool = False,
+        allow_special: bool = False,
+        continues: bool = False,
     ) -> list[int]:
         """Token ids of ``text``.
 
@@ -177,31 +185,29 @@ class Tokenizer:
                 ``add_bos_token``). A BOS with which the text begins already is not doubled.
             eos: put EOS behind it, once.
             allow_special: read control tokens written in the text as such.
+            continues: the text goes on from an earlier one: neither BOS (unless ``bos`` is True) nor the blank that
+                SentencePiece-like tokenizers put before a text.
 
         Raises:
             UserError: no BOS or EOS is known though it is asked for, or the text holds a lone surrogate.
         """
-        return self.encode_batch([text], bos=bos, eos=eos, allow_special=allow_special)[0]
+        options: dict[str, bool] = {"eos": eos, "allow_special": allow_special, "continues": continues}
+        return self.encode_batch([text], bos=bos, **options)[0]
 
     def encode_batch(
-        self, texts: Sequence[str], *, bos: bool | None = None, eos: bool = False, allow_special: bool = False
+        self,
+        texts: Sequence[str],
+        *,
+        bos: bool | None = None,
+        eos: bool = False,
+        allow_special: bool = False,
+        continues: bool = False,
     ) -> list[list[int]]:
         """``encode`` of each text, faster; the library spreads it over threads."""
-        prefix = self._prefix_for(bos)
-        suffix: list[int] = []
-        if eos:
-            if self.eos_token_id is None:
-                raise UserError(
-                    f'the tokenizer names no EOS token: put {{"eos_token": "..."}} into a {CONFIG_FILE} beside it'
-                )
-            suffix = [self.eos_token_id]
-        backend = self._special_backend if allow_special else self._backend
-        try:
-            rows = [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-        except TypeError as error:
-            raise _text_error(texts) from error
-        except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"the tokenizer cannot encode this text: {error}; give one that knows its words") from error
+        prefix = self._prefix_for(False if continues and bos is None else bos)
+        suffix = self._suffix() if eos else []
+        backend = self._variant(continues, allow_special)
+        rows = encode_all(backend, texts)
         for row in rows:
             missing_end = suffix if row[-1:] != suffix else []
             if row[: len(prefix)] != prefix:
@@ -209,16 +215,74 @@ class Tokenizer:
             row += missing_end
         return rows
 
-    def pieces(self, text: str, characters: int) -> list[str]:
-        """``text`` cut into pieces of about ``characters`` whose ids in a row are those of the whole (control tokens
-        in it being plain text); uncut where that is not certain of this tokenizer or its lines."""
-        starts = [0]
-        while self._cuts_at_lines and len(text) - starts[-1] > characters:
-            cut = _LINE_END.search(text, starts[-1] + characters)
-            if cut is None:
-                break
-            starts.append(cut.end())
-        return [text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)], strict=True)]
+    def encode_parts(self, texts: Sequence[str], begins: Sequence[bool], ends: Sequence[bool]) -> list[np.ndarray]:
+        """Ids (tokens,) uint32 of texts or parts of texts, by the faster engine where there is one.
+
+        What begins a text gets what the tokenizer's convention puts before it, what does not is read as going on from
+        an earlier part (``continues``); what ends one gets EOS, once. Control tokens are plain text. Errors as in
+        ``encode``.
+        """
+        suffix = self._suffix() if any(ends) else []
+        rows: list[np.ndarray | None] = [None] * len(texts)
+        if self._fast is not None:
+            try:
+                rows = [self._fast.encode(text) for text in texts]
+            except (UnicodeEncodeError, AttributeError) as error:
+                raise text_error(texts) from error
+        for begin in (True, False):
+            left = [i for i, row in enumerate(rows) if row is None and bool(begins[i]) is begin]
+            if left:
+                found = encode_all(self._variant(not begin, False), [texts[i] for i in left])
+                for i, ids in zip(left, found, strict=True):
+                    rows[i] = np.array(ids, np.uint32)
+        whole: list[np.ndarray] = []
+        for row, begin, end in zip(rows, begins, ends, strict=True):
+            assert row is not None
+            front = self._prefix if begin and row[: len(self._prefix)].tolist() != self._prefix else []
+            back = suffix if end and row[-1:].tolist() != suffix else []
+            whole.append(np.concatenate([np.array(front, np.uint32), row, np.array(back, np.uint32)]))
+        return whole
+
+    @cached_property
+    def _fast_engine(self) -> FastBPE | None:
+        from lit_llm.data import fast_bpe
+
+        return fast_bpe.build(json.loads(self._files[TOKENIZER_FILE]), self._backend)
+
+    @property
+    def _fast(self) -> FastBPE | None:
+        return self._fast_engine if self._may_be_fast else None
+
+    @property
+    def engine(self) -> str:
+        """The engine of ``encode_parts``: "tiktoken" where its ids are proved equal, else "tokenizers"."""
+        return "tokenizers" if self._fast is None else "tiktoken"
+
+    def use_engine(self, name: str | None) -> None:
+        """Hold ``encode_parts`` to the "tokenizers" engine, or let it choose again (None)."""
+        if name not in ("tokenizers", None):
+            raise ValueError(f'the engine to hold to is "tokenizers" or None, not {name!r}')
+        self._may_be_fast = name is None
+
+    def check_engine(self, text: str) -> bool:
+        """Whether the engine of ``encode_parts`` gives the ids of the tokenizers library for ``text``."""
+        try:
+            found = None if self._fast is None else self._fast.encode(text)
+        except UnicodeEncodeError as error:
+            raise text_error([text]) from error
+        return found is None or found.tolist() == encode_all(self._backend, [text])[0]
+
+    def last_cut(self, text: str) -> int | None:
+        """The last position in ``text`` where it may be cut: ``encode(text[:cut])`` and, of the rest and whatever
+        follows it, ``encode(..., continues=True)`` give the ids of the whole. None where no place is certain.
+        See :mod:`lit_llm.data.safe_cuts`."""
+        return None if self._cuts is None else self._cuts.last(text)
+
+    @cached_property
+    def _cuts(self) -> SafeCuts | None:
+        from lit_llm.data.safe_cuts import safe_cuts
+
+        return safe_cuts(json.loads(self._backend.to_str()))
 
     def _prefix_for(self, bos: bool | None) -> list[int]:
         if bos is None:
@@ -231,13 +295,27 @@ class Tokenizer:
             )
         return self._prefix if self.bos_token_id in self._prefix else [self.bos_token_id, *self._prefix]
 
-    @cached_property
-    def _special_backend(self) -> tokenizers.Tokenizer:
-        # a second one, for a flag flipped to and fro would not be safe among threads
-        backend = load_backend(self._files[TOKENIZER_FILE])
-        self._add_special(backend)
-        backend.encode_special_tokens = False
-        return backend
+    def _suffix(self) -> list[int]:
+        if self.eos_token_id is None:
+            raise UserError(
+                f'the tokenizer names no EOS token: put {{"eos_token": "..."}} into a {CONFIG_FILE} beside it'
+            )
+        return [self.eos_token_id]
+
+    def _variant(self, continues: bool, allow_special: bool) -> tokenizers.Tokenizer:
+        """The backend that reads a text so; each is a separate one, for a flag flipped to and fro would not be safe
+        among threads."""
+        key = (continues, allow_special)
+        if key not in self._variants:
+            backend = self._backend
+            content = json.loads(self._files[TOKENIZER_FILE])
+            changed = continuing(content) if continues else among_specials(content)
+            if allow_special or (continues and changed is not None):
+                backend = load_backend(json.dumps(changed or content, ensure_ascii=False))
+                self._add_special(backend)
+                backend.encode_special_tokens = not allow_special
+            self._variants[key] = backend
+        return self._variants[key]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation by the tokenizer's template (ChatML without one), with exactly one BOS where
@@ -272,15 +350,7 @@ class Tokenizer:
         Exact for byte-level vocabularies. For SentencePiece-style ones the blank before a text's first word, which
         their decoders drop again, counts as a byte.
         """
-        lengths = np.zeros(self.vocab_size, dtype=np.int32)
-        added = self._backend.get_added_tokens_decoder()
-        measure = byte_measure(json.loads(self._files[TOKENIZER_FILE]))
-        for token, i in self._backend.get_vocab(with_added_tokens=True).items():
-            if i not in added:
-                lengths[i] = measure(token)
-            elif not added[i].special:
-                lengths[i] = len(token.encode())
-        return lengths
+        return byte_lengths(json.loads(self._files[TOKENIZER_FILE]), self._backend, self.vocab_size)
 
     # ---------------------------------------------------------------- files
 
@@ -296,76 +366,8 @@ class Tokenizer:
             (folder / name).write_bytes(text.encode("utf-8"))
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192, *, min_frequency: int = 2) -> Tokenizer:
-    """A byte-level BPE (Sennrich et al. 2016 over bytes, with GPT-2's way of cutting text into words) learned on texts.
-
-    Any Unicode text can be encoded and comes back unchanged. EOS is ``<|endoftext|>``, id 0; no BOS. The result
-    depends on the texts alone. A corpus with too few pairs that occur ``min_frequency`` times gives fewer ids.
-
-    Raises:
-        UserError: ``vocab_size`` below 257 (256 bytes and EOS) or beyond a million.
-    """
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    check_vocab_size(vocab_size)
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        special_tokens=[EOS_TOKEN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_batched(map(_cut_long_words, texts)), trainer)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS_TOKEN, "add_bos_token": False}
-    config["clean_up_tokenization_spaces"] = False
-    return Tokenizer.from_files(
-        {TOKENIZER_FILE: backend.to_str(pretty=True), CONFIG_FILE: json.dumps(config, indent=2)}
-    )
-
-
-def _cut_long_words(text: str) -> str:
-    """Breaks words of over 1,000 characters, such as encoded data: to learn from one takes the square of its length."""
-    return _LONG_WORD.sub(r"\g<0>\n", text)
-
-
-def check_vocab_size(vocab_size: int) -> None:
-    """UserError unless a tokenizer of this size can be trained."""
-    if vocab_size < 257:
-        raise UserError(f"vocab_size {vocab_size} is too small: 256 bytes and {EOS_TOKEN} need 257")
-    if vocab_size > 1_000_000:  # the library would allocate for it at once
-        raise UserError(f"vocab_size {vocab_size} is too large: the limit is 1000000")
-
-
-def _batched(texts: Iterable[str], characters: int = 1 << 20) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= characters:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
 def _token_text(entry: Any) -> str | None:
     """A special token's text from its entry in a config: a string, or an object with its content."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
-
-
-def _text_error(texts: Sequence[str]) -> Exception:
-    """Why the library takes one of ``texts`` for no text."""
-    for text in texts:
-        if not isinstance(text, str):
-            return TypeError(f"a text must be a str, not {type(text).__name__}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            return UserError(f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}): not valid Unicode")
-    return TypeError("the tokenizers library refuses these texts")

@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lit_llm.errors import UserError
-
-if TYPE_CHECKING:
-    import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 CARRIED_FILES = (TOKENIZER_FILE, CONFIG_FILE, "special_tokens_map.json", TEMPLATE_FILE)
 MODEL_FILES = ("generation_config.json", "config.json")  # read for their token ids only, never carried along
-
-
-def read_files(path: Path) -> dict[str, str]:
-    """The texts of the tokenizer's files; those of a file under another name than tokenizer.json are it alone."""
-    if os.path.isdir(path):
-        main, beside = path / TOKENIZER_FILE, True
-        if not os.path.exists(main):
-            raise UserError(f"{path}: no {TOKENIZER_FILE} in this folder")
-    else:
-        main, beside = path, path.name == TOKENIZER_FILE
-        if not os.path.exists(main):
-            raise UserError(f"no tokenizer at {path}: name a {TOKENIZER_FILE} or a folder that holds one")
-    paths = {TOKENIZER_FILE: main}
-    if beside:
-        names = (*CARRIED_FILES[1:], *MODEL_FILES)
-        paths |= {name: main.parent / name for name in names if (main.parent / name).is_file()}
-    try:
-        return {name: file.read_text(encoding="utf-8-sig") for name, file in paths.items()}
-    except UnicodeDecodeError as error:
-        raise UserError(f"{main}: the tokenizer's files are not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise UserError(f"cannot read the tokenizer {main}: {error.strerror}") from error
 
 
 def parse(files: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
@@ -53,22 +26,6 @@ def parse(files: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{origin}: no valid {name}: it holds no JSON object")
     return content
-
-
-def load_backend(text: str) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer as Backend
-
-    backend = Backend.from_str(text)
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True
-    if getattr(backend.model, "dropout", None) is not None:
-        backend.model.dropout = None
-    return backend
-
-
-def special_ids(backend: tokenizers.Tokenizer) -> set[int]:
-    return {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
 
 
 def processor_prefix(content: dict[str, Any]) -> list[int]:
@@ -85,29 +42,65 @@ def processor_prefix(content: dict[str, Any]) -> list[int]:
     return prefix
 
 
-def words_end_at_lines(content: dict[str, Any]) -> bool:
-    """Whether no token can reach from a letter over a line end behind it.
+def continuing(content: dict[str, Any]) -> dict[str, Any] | None:
+    """The tokenizer without what it does at a text's beginning (a blank put there, blanks dropped); None where it does
+    nothing there."""
+    return _changed(content, _without_prefix)
 
-    So it is with GPT-2's way of cutting text into words, where a word holds white space only at its beginning and none
-    depends on what comes before it. Other ways are taken for unknown.
-    """
-    splitter = content.get("pre_tokenizer") or {}
-    return (
-        splitter.get("type") == "ByteLevel"
-        and splitter.get("use_regex", True)
-        and not splitter.get("add_prefix_space")
-        and content.get("normalizer") is None
-        and all(token["special"] for token in content.get("added_tokens", []))
-    )
+
+def among_specials(content: dict[str, Any]) -> dict[str, Any] | None:
+    """The tokenizer without its rules for a text's beginning, which would hold behind every control token too; None
+    where it has none."""
+    return _changed(content, lambda part: None if at_start(part) else part)
+
+
+def _changed(content: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> dict[str, Any] | None:
+    parts = {role: _mapped(content.get(role), change) for role in ("normalizer", "pre_tokenizer")}
+    return None if all(part == content.get(role) for role, part in parts.items()) else content | parts
+
+
+def _mapped(component: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
+    if not isinstance(component, dict):
+        return component
+    if component.get("type") != "Sequence":
+        return change(component)
+    name = "normalizers" if "normalizers" in component else "pretokenizers"
+    members = [_mapped(member, change) for member in component.get(name, [])]
+    return component | {name: [member for member in members if member is not None]}
+
+
+def at_start(normalizer: Mapping[str, Any]) -> bool:
+    """Whether this replaces something at the beginning of a text alone."""
+    pattern = normalizer.get("pattern")
+    return isinstance(pattern, dict) and pattern.get("Regex", "").startswith(r"\A")
+
+
+def _without_prefix(part: dict[str, Any]) -> dict[str, Any] | None:
+    kind = part.get("type")
+    if kind == "Prepend" or at_start(part):
+        return None
+    if kind == "Metaspace":
+        kept = {name: value for name, value in part.items() if name != "add_prefix_space"}
+        scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
+        return part if scheme == "never" else kept | {"prepend_scheme": "never"}
+    if kind == "ByteLevel" and part.get("add_prefix_space"):
+        return part | {"add_prefix_space": False}
+    return part
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: a printable byte of Latin-1 is its own character, the others follow from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
+    return {letters[byte]: byte for byte in range(256)}
 
 
 def byte_measure(content: dict[str, Any]) -> Callable[[str], int]:
     """The function from a token of the vocabulary to the bytes of text it stands for."""
     kinds = {part["type"] for part in _parts(content.get("decoder") or content.get("pre_tokenizer"))}
     if "ByteLevel" in kinds:
-        from tokenizers.pre_tokenizers import ByteLevel
-
-        alphabet = set(ByteLevel.alphabet())
+        alphabet = set(byte_alphabet())
         # a character of the alphabet is a byte; the decoder takes a token with any other character as it stands
         return lambda token: len(token) if alphabet.issuperset(token) else len(token.encode())
     byte = re.compile("<0x[0-9A-Fa-f]{2}>")

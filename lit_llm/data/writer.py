@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lit_llm.data.store import FORMAT, FORMAT_VERSION, INDEX_DTYPE, META_FILE, read_meta, store_dtype
+from lit_llm.data.lock import HeldError, locked
+from lit_llm.data.store import (
+    FORMAT,
+    FORMAT_VERSION,
+    INDEX_DTYPE,
+    META_FILE,
+    TRAINED_DTYPE,
+    checksums,
+    store_dtype,
+)
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.data.tokenizer_json import CARRIED_FILES
 from lit_llm.errors import UserError
 
 SHARD_BYTES = 1 << 30
+PICTURE_FILE = "lengths.png"  # what `lit-llm inspect` puts beside the shards
 
 
 class StoreWriter:
@@ -29,7 +40,7 @@ class StoreWriter:
     Args:
         folder: an existing, empty folder (see ``new_folder``).
         tokenizer: the one that made the ids; it must name an EOS token. It is saved beside them.
-        shard_bytes: a new shard is begun rather than exceed this; a longer document has a shard to itself.
+        shard_bytes: no shard of ids gets longer than this; a document goes on in the next one.
 
     ``append`` documents, then ``finish`` once.
     """
@@ -43,20 +54,39 @@ class StoreWriter:
         self._shard_bytes = shard_bytes
         self._splits: dict[str, _SplitWriter] = {}
 
-    def append(self, split: str, ids: np.ndarray, lengths: np.ndarray, text_bytes: np.ndarray) -> None:
-        """Append documents: all their ``ids`` in a row (1-D), tokens per document and UTF-8 bytes of text of each.
+    def append(
+        self,
+        split: str,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        text_bytes: np.ndarray,
+        *,
+        trained: np.ndarray | None = None,
+        begins: bool = True,
+    ) -> None:
+        """Append documents, or parts of them.
 
-        UserError if an id is outside the vocabulary.
+        Args:
+            split: where to.
+            ids: (tokens,) of all of them in a row.
+            lengths: (parts,) tokens of each.
+            text_bytes: (parts,) bytes of text, in UTF-8.
+            trained: (tokens,) of chats: whether a token is to be learned; None: all are.
+            begins: whether the first part begins a document; if not, it goes on with this split's last one.
+
+        Raises:
+            UserError: an id is outside the vocabulary.
         """
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size:
             wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise UserError(f"token id {wrong} is outside the vocabulary of {self.tokenizer.vocab_size} ids")
         assert len(lengths) == len(text_bytes)
         assert ids.size == lengths.sum()
-        assert (lengths > 0).all()
+        assert trained is None or len(trained) == len(ids)
         if split not in self._splits:
             self._splits[split] = _SplitWriter(self.folder, split, self.dtype, self._shard_bytes)
-        self._splits[split].append(ids.astype(self.dtype, copy=False), lengths, text_bytes)
+        assert begins or self._splits[split].documents
+        self._splits[split].append(ids.astype(self.dtype, copy=False), lengths, text_bytes, trained, begins)
 
     def documents(self, split: str) -> int:
         """Documents appended to ``split`` so far."""
@@ -66,8 +96,8 @@ class StoreWriter:
         """Close the shards, write the tokenizer and meta.json (with ``extra`` in it), and return the latter."""
         splits = {name: self._splits[name].finish() for name in sorted(self._splits)}
         self.tokenizer.save(self.folder)
-        checksums = [shard[key] for s in splits.values() for shard in s["shards"] for key in ("sha256", "index_sha256")]
-        content = [self.tokenizer.fingerprint, self.dtype.name, *splits, *checksums]
+        sums = [sha for name in splits for sha in checksums({"splits": splits}, name).values()]
+        content = [self.tokenizer.fingerprint, self.dtype.name, *splits, *sums]
         meta = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -84,85 +114,104 @@ class StoreWriter:
         return meta
 
     def close(self) -> None:
-        """Close the files of a store that will not be finished."""
+        """Close the files of a store that will not be finished; those of a finished one are closed."""
         for split in self._splits.values():
-            split.close()
-
-
-@dataclass
-class _Shard:
-    tokens: int = 0
-    documents: int = 0
-    text_bytes: int = 0
-    max_token_id: int = 0
+            for file in split.files():
+                with suppress(OSError):  # a full disk refuses the buffered rest, which is thrown away anyway
+                    file.close()
 
 
 class _SplitWriter:
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_bytes: int) -> None:
-        self.folder, self.split, self.dtype = folder, split, dtype
+        self.folder, self.split = folder, split
         self.capacity = max(1, shard_bytes // dtype.itemsize)
-        self.documents = 0
-        self.finished: list[dict[str, Any]] = []
-        self.shard: _Shard | None = None
+        self.documents = self.tokens = self.text_bytes = 0
+        self.index = _HashedFile(folder / f"{split}.idx")
+        self.shards: list[_Shard] = []
+        self.chats = False
 
-    def append(self, ids: np.ndarray, lengths: np.ndarray, text_bytes: np.ndarray) -> None:
-        self.documents += len(lengths)
-        while len(lengths):
-            if self.shard is None:
-                self.open()
-            assert self.shard is not None
-            ends = np.cumsum(lengths, dtype=np.int64)
-            fitting = int(np.searchsorted(ends, self.capacity - self.shard.tokens, side="right"))
-            if not fitting and self.shard.tokens:
-                self.close_shard()
-                continue
-            count = max(fitting, 1)
-            tokens = int(ends[count - 1])
-            self.write(ids[:tokens], ends[:count], int(text_bytes[:count].sum()))
-            ids, lengths, text_bytes = ids[tokens:], lengths[count:], text_bytes[count:]
-
-    def write(self, ids: np.ndarray, ends: np.ndarray, text_bytes: int) -> None:
-        assert self.shard is not None
-        self.ids_file.write(ids)
-        self.index_file.write((ends + self.shard.tokens).astype(INDEX_DTYPE))
-        self.shard.tokens += len(ids)
-        self.shard.documents += len(ends)
-        self.shard.text_bytes += text_bytes
-        self.shard.max_token_id = max(self.shard.max_token_id, int(ids.max()))
-
-    def open(self) -> None:
-        name = f"{self.split}-{len(self.finished):05d}"
-        self.ids_file = _HashedFile(self.folder / f"{name}.bin")
-        self.index_file = _HashedFile(self.folder / f"{name}.idx")
-        self.index_file.write(np.zeros(1, INDEX_DTYPE))
-        self.shard = _Shard()
-
-    def close_shard(self) -> None:
-        shard, self.shard = self.shard, None
-        assert shard is not None
-        self.finished.append(
-            {
-                "file": self.ids_file.path.name,
-                "index": self.index_file.path.name,
-                "documents": shard.documents,
-                "tokens": shard.tokens,
-                "bytes": shard.text_bytes,
-                "max_token_id": shard.max_token_id,
-                "sha256": self.ids_file.finish(),
-                "index_sha256": self.index_file.finish(),
-            }
-        )
+    def append(
+        self, ids: np.ndarray, lengths: np.ndarray, text_bytes: np.ndarray, trained: np.ndarray | None, begins: bool
+    ) -> None:
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths + self.tokens
+        self.index.write(starts[0 if begins else 1 :].astype(INDEX_DTYPE))
+        self.documents += len(lengths) - (not begins)
+        self.tokens += len(ids)
+        self.text_bytes += int(text_bytes.sum())
+        if trained is not None and not self.chats:
+            self.chats = True
+            for shard in self.shards:  # all texts so far
+                shard.write_trained(None, shard.tokens)
+                if shard is not self.shards[-1]:
+                    shard.close()
+        at = 0
+        while at < len(ids):
+            if not self.shards or self.shards[-1].tokens == self.capacity:
+                if self.shards:
+                    self.shards[-1].close()
+                self.shards.append(_Shard(self.folder / f"{self.split}-{len(self.shards):05d}"))
+            count = min(self.capacity - self.shards[-1].tokens, len(ids) - at)
+            self.shards[-1].write(ids[at : at + count])
+            if self.chats:
+                self.shards[-1].write_trained(None if trained is None else trained[at : at + count], count)
+            at += count
 
     def finish(self) -> dict[str, Any]:
-        if self.shard is not None:
-            self.close_shard()
-        totals = {key: sum(shard[key] for shard in self.finished) for key in ("documents", "tokens", "bytes")}
-        return {**totals, "shards": self.finished}
+        self.index.write(np.array([self.tokens], INDEX_DTYPE))
+        for file in self.files():
+            file.close()
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bytes": self.text_bytes,
+            "chats": self.chats,
+            "index": self.index.path.name,
+            "index_sha256": self.index.checksum(),
+            "shards": [shard.describe() for shard in self.shards],
+        }
+
+    def files(self) -> Iterator[_HashedFile]:
+        yield self.index
+        for shard in self.shards:
+            yield from shard.files()
+
+
+class _Shard:
+    def __init__(self, path: Path) -> None:
+        self.tokens = self.max_token_id = 0
+        self.ids = _HashedFile(path.with_suffix(".bin"))
+        self.trained: _HashedFile | None = None
+
+    def write(self, ids: np.ndarray) -> None:
+        self.ids.write(ids)
+        self.tokens += len(ids)
+        self.max_token_id = max(self.max_token_id, int(ids.max()))
+
+    def write_trained(self, trained: np.ndarray | None, count: int) -> None:
+        """``trained``: of ``count`` tokens; None: all are."""
+        if self.trained is None:
+            self.trained = _HashedFile(self.ids.path.with_suffix(".trained"))
+        self.trained.write(np.ones(count, TRAINED_DTYPE) if trained is None else trained.astype(TRAINED_DTYPE))
+
+    def describe(self) -> dict[str, Any]:
+        about: dict[str, Any] = {
+            "file": self.ids.path.name,
+            "tokens": self.tokens,
+            "max_token_id": self.max_token_id,
+            "sha256": self.ids.checksum(),
+        }
+        if self.trained is not None:
+            about |= {"trained": self.trained.path.name, "trained_sha256": self.trained.checksum()}
+        return about
+
+    def files(self) -> Iterator[_HashedFile]:
+        yield self.ids
+        if self.trained is not None:
+            yield self.trained
 
     def close(self) -> None:
-        if self.shard is not None:
-            self.ids_file.close()
-            self.index_file.close()
+        for file in self.files():
+            file.close()
 
 
 class _HashedFile:
@@ -170,7 +219,7 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "wb")  # noqa: SIM115  (closed by finish or close)
+        self._file = open(path, "wb")  # noqa: SIM115  (closed by close)
         self._digest = hashlib.sha256()
 
     def write(self, array: np.ndarray) -> None:
@@ -178,13 +227,11 @@ class _HashedFile:
         self._file.write(data)
         self._digest.update(data)
 
-    def finish(self) -> str:
-        self._file.close()
+    def checksum(self) -> str:
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        with suppress(OSError):  # a full disk refuses the buffered rest, which is thrown away anyway
-            self._file.close()
+        self._file.close()
 
 
 # ------------------------------------------------------------------- the folder's name
@@ -195,22 +242,36 @@ def new_folder(target: Path) -> Iterator[Path]:
     """A fresh folder beside ``target`` that is renamed onto it when the block ends well, and removed otherwise.
 
     A store that lies at ``target`` stays until then and is replaced as a whole. All files reach the disk before the
-    rename.
+    rename. One process at a time makes a folder of that name, and clears away what a killed one left.
 
     Raises:
-        UserError: ``target`` is a file, a folder that is no store or holds other files too, or cannot be written.
+        UserError: ``target`` is a file, a folder that is no store or holds other files too, cannot be written, or is
+            being written by another process.
     """
     target = Path(os.path.realpath(target))
     _check_target(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = _beside(target, "tmp")
-        folder.mkdir()
+        with locked(target):
+            _clear(target, "tmp", *(["old"] if target.exists() else []))
+            folder = _beside(target, "tmp")
+            folder.mkdir()
+            with _filled(folder, target):
+                yield folder
+    except HeldError as error:
+        raise UserError(
+            f"{target} is being written by another lit-llm prepare; wait until that has ended, or choose another "
+            "--output"
+        ) from error
     except OSError as error:
         raise UserError(f"cannot write {target}: {_reason(error)}; choose another --output") from error
+
+
+@contextmanager
+def _filled(folder: Path, target: Path) -> Iterator[None]:
     try:
         try:
-            yield folder
+            yield
             _sync(folder)
             _swap(folder, target)
         except OSError as error:
@@ -233,14 +294,15 @@ def _check_target(target: Path) -> None:
     if not (target / META_FILE).exists():
         raise UserError(f"{target} is not empty and no token store; it is left alone, choose another --output")
     try:
-        splits = read_meta(target)["splits"].values()
-        shards = [shard[key] for split in splits for shard in split["shards"] for key in ("file", "index")]
-    except (UserError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{target}: {META_FILE} is not that of a store; remove it or choose another --output"
-        ) from error
-    ours = {META_FILE, *CARRIED_FILES, *shards}
-    foreign = sorted(path.name for path in target.iterdir() if path.name not in ours)
+        meta = json.loads((target / META_FILE).read_bytes())
+        splits = sorted(meta["splits"]) if meta["format"] == FORMAT else None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        splits = None
+    if splits is None:
+        raise UserError(f"{target}: {META_FILE} is not that of a store; remove it or choose another --output")
+    ours = {META_FILE, PICTURE_FILE, *CARRIED_FILES}
+    shard = re.compile(rf"({'|'.join(map(re.escape, splits))})(-\d{{5}})?\.(bin|idx|trained)")  # of any version
+    foreign = sorted(p.name for p in target.iterdir() if p.name not in ours and not shard.fullmatch(p.name))
     if foreign:
         raise UserError(f"{target} is a store that holds {foreign[0]!r} too; move it away or choose another --output")
 
@@ -258,8 +320,14 @@ def _swap(folder: Path, target: Path) -> None:
             os.rename(old, target)
         raise
     _sync_path(target.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    _clear(target, "old")
+
+
+def _clear(target: Path, *suffixes: str) -> None:
+    """Remove folders that ``_beside`` named, a killed process's among them. To be called with the lock held."""
+    for suffix in suffixes:
+        for left in target.parent.glob(f".{glob.escape(target.name)}.????????.{suffix}"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
