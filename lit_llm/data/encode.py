@@ -61,7 +61,7 @@ def encode_all(items: Iterable[Item], tokenizer: Tokenizer, workers: int) -> Gen
         EngineMismatch: the fast engine's ids are not those of the tokenizers library.
     """
     batches = _batches(items, tokenizer)
-    tokenizer.encode_parts([""], [True], [False])  # builds the engine once, before the processes are forked
+    _ = tokenizer.engine  # built once, before the processes are forked
     if workers == 1:
         for batch in batches:
             yield _encode(tokenizer, batch)
@@ -84,8 +84,6 @@ def encode_all(items: Iterable[Item], tokenizer: Tokenizer, workers: int) -> Gen
             idle.append(ours)
         numbered = enumerate(batches)
         while True:
-            if len(busy) == workers:
-                _ = tokenizer.fingerprint  # needed in the end, and a tenth of a second that this process has now
             while idle and len(busy) + len(results) < 3 * workers:
                 item = next(numbered, None)
                 if item is None:
@@ -96,6 +94,7 @@ def encode_all(items: Iterable[Item], tokenizer: Tokenizer, workers: int) -> Gen
                 busy[idle.pop()] = number
             if not busy:
                 return
+            _ = tokenizer.fingerprint  # needed in the end; it takes a tenth of a second, which this process has now
             for connection in cast("list[Connection]", wait(list(busy))):
                 answer: Encoded | Exception = connection.recv()
                 if isinstance(answer, Exception):

@@ -60,23 +60,26 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(32))
 
 
-def _shuffled(places: np.ndarray, n: int, *key: int) -> np.ndarray:
-    """``permute`` of rising places by the key ("order", *key), in chunks that are kept.
+def _shuffled(first: int, stop: int, n: int, *key: int) -> np.ndarray:
+    """``permute`` of the places ``first`` to ``stop`` of range(n) by the key ("order", *key), in chunks that are kept.
 
     A call costs much more than its numbers: a batch of 8 would take seven times as long as to gather its rows.
     """
     parts = []
-    for chunk in range(int(places[0]) // _CHUNK, int(places[-1]) // _CHUNK + 1):
-        first = chunk * _CHUNK
-        inside = places[np.searchsorted(places, first) : np.searchsorted(places, first + _CHUNK)]
-        parts.append(_chunk(chunk, n, key)[inside - first])
+    while first < stop:
+        number, begin = divmod(first, _CHUNK)
+        end = min(begin + stop - first, _CHUNK)
+        parts.append(_chunk(number, n, key)[begin:end])
+        first += end - begin
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 @lru_cache(maxsize=64)
 def _chunk(number: int, n: int, key: tuple[int, ...]) -> np.ndarray:
     places = np.arange(number * _CHUNK, min((number + 1) * _CHUNK, n))
-    return permute(places, n, round_keys("order", *key))
+    chunk = permute(places, n, round_keys("order", *key))
+    chunk.setflags(write=False)  # parts of it are handed out
+    return chunk
 
 
 @dataclass(frozen=True)
@@ -132,17 +135,25 @@ class TrainOrder:
         """The samples of optimizer step ``step`` (counted from the start of training), int64."""
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.global_batch_size
-        places = np.arange(start, min(start + self.global_batch_size, self.samples_per_epoch))
+        stop = min(start + self.global_batch_size, self.samples_per_epoch)
         if isinstance(self.num_samples, int):
-            return _shuffled(places, self.num_samples, self.seed, epoch)
+            return _shuffled(start, stop, self.num_samples, self.seed, epoch)
         assert self.mixture is not None
-        sources, within = self.mixture.source_of(epoch * self.samples_per_epoch + places)
+        places = np.arange(start, stop) + epoch * self.samples_per_epoch
+        sources, within = self.mixture.source_of(places)
         first = 0
         for source, count in enumerate(self.num_samples):
-            epochs, positions = np.divmod(within, count)
-            for own_epoch in np.unique(epochs[sources == source]).tolist():
-                chosen = (sources == source) & (epochs == own_epoch)
-                places[chosen] = first + _shuffled(positions[chosen], count, self.seed, own_epoch, source)
+            chosen = sources == source
+            if chosen.any():
+                # those of a source follow one another in its own order, maybe over the end of its epoch
+                begin, end = int(within[chosen][0]), int(within[chosen][-1]) + 1
+                parts = []
+                while begin < end:
+                    own_epoch, place = divmod(begin, count)
+                    upto = min(place + end - begin, count)
+                    parts.append(_shuffled(place, upto, count, self.seed, own_epoch, source))
+                    begin += upto - place
+                places[chosen] = first + np.concatenate(parts)
             first += count
         return places
 

@@ -71,7 +71,7 @@ class Tokenizer:
     def _load(self, files: dict[str, str], origin: str) -> None:
         if TOKENIZER_FILE not in files:
             raise UserError(f"{origin}: no {TOKENIZER_FILE}")
-        content = parse(files, TOKENIZER_FILE, origin)
+        content = self._content = parse(files, TOKENIZER_FILE, origin)
         self._config = parse(files, CONFIG_FILE, origin)
         special_map = parse(files, "special_tokens_map.json", origin)
         model_configs = [parse(files, name, origin) for name in MODEL_FILES]
@@ -157,13 +157,20 @@ class Tokenizer:
         return None if self.eos_token_id is None else self._backend.id_to_token(self.eos_token_id)
 
     @cached_property
+    def _content(self) -> dict[str, Any]:
+        """tokenizer.json, parsed: kept from loading on until the fingerprint is made, as parsing it takes a while and
+        keeping it megabytes."""
+        return json.loads(self._files[TOKENIZER_FILE])
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of what decides the ids: the content of tokenizer.json, EOS and what is put before a text."""
         content = {
-            "tokenizer": json.loads(self._files[TOKENIZER_FILE]),
+            "tokenizer": self._content,
             "eos": self.eos_token_id,
             "prefix": self._prefix,
         }
+        del self._content
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     # ---------------------------------------------------------------- encoding
@@ -247,7 +254,7 @@ class Tokenizer:
     def _fast_engine(self) -> FastBPE | None:
         from lit_llm.data import fast_bpe
 
-        return fast_bpe.build(json.loads(self._files[TOKENIZER_FILE]), self._backend)
+        return fast_bpe.build(self._content, self._backend)
 
     @property
     def _fast(self) -> FastBPE | None:
@@ -282,7 +289,9 @@ class Tokenizer:
     def _cuts(self) -> SafeCuts | None:
         from lit_llm.data.safe_cuts import safe_cuts
 
-        return safe_cuts(json.loads(self._backend.to_str()))
+        flags = ("content", "special", "lstrip", "rstrip", "single_word")
+        added = self._backend.get_added_tokens_decoder().values()  # with those that only a config calls special
+        return safe_cuts({**self._content, "added_tokens": [{f: getattr(t, f) for f in flags} for t in added]})
 
     def _prefix_for(self, bos: bool | None) -> list[int]:
         if bos is None:
@@ -319,8 +328,11 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation by the tokenizer's template (ChatML without one), with exactly one BOS where
-        the template or the convention wants it. Errors as in ``lit_llm.data.chat.render_chat``."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), allow_special=True)
+        the template or the convention wants it; control tokens typed in a message are plain text. Errors as in
+        ``lit_llm.data.conversation.encode_prompt``."""
+        from lit_llm.data.conversation import encode_prompt
+
+        return encode_prompt(self, messages, add_generation_prompt)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation by the tokenizer's template (ChatML without one)."""
