@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SMALLER = {
     "--model.config 3m": "--model.config 1m",
     "--vocab_size 4096": "--vocab_size 300",
-    "seq_len 256": "seq_len 32",
+    "--data.seq_len 256": "--data.seq_len 32",
     "seq_len=256": "seq_len=32",
     "max_steps 300": "max_steps 2",
     "val_check_interval 100": "val_check_interval 1",
@@ -48,7 +48,7 @@ def test_the_readme_runs(folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     commands = [block for block in blocks("bash") if "make " not in block]
-    assert len(commands) == 4
+    assert len(commands) == 5
     script = "\n".join(["set -e", *commands, "cat > readme.py <<'EOF'", *blocks("python"), "EOF", "python readme.py"])
     for old, new in SMALLER.items():
         assert old in script, f"the README no longer says {old!r}"
