@@ -91,8 +91,9 @@ def make_store() -> Path:
     """The tokens of the packed file as a store, once."""
     import numpy as np
 
+    from lit_llm.data.new_folder import new_folder
     from lit_llm.data.tokenizer import Tokenizer
-    from lit_llm.data.writer import StoreWriter, new_folder
+    from lit_llm.data.writer import StoreWriter
 
     folder = WORK / "store"
     if not folder.exists():

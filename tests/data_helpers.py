@@ -11,8 +11,9 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from lit_llm.data.new_folder import new_folder
 from lit_llm.data.tokenizer import Tokenizer
-from lit_llm.data.writer import SHARD_BYTES, StoreWriter, new_folder
+from lit_llm.data.writer import SHARD_BYTES, StoreWriter
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 LLAMA3_TEMPLATE = (

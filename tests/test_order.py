@@ -5,8 +5,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from lit_llm.data.loaders import TokenLoader, TrainSampler
 from lit_llm.data.mixture import Mixture
-from lit_llm.data.module import TokenLoader, _TrainSampler
 from lit_llm.data.order import EvalOrder, TrainOrder, permute, round_keys
 
 
@@ -121,7 +121,7 @@ class _Numbers:
 def _loaded(order: TrainOrder, step: int, workers: int) -> list[int]:
     """The samples of an epoch from ``step`` on, through the loader that training uses."""
     numbers = _Numbers()
-    sampler = _TrainSampler(numbers, order, lambda: step, lambda: False)  # type: ignore[arg-type]
+    sampler = TrainSampler(numbers, order, lambda: step, lambda: False)  # type: ignore[arg-type]
     loader = TokenLoader(
         numbers,  # type: ignore[arg-type]
         batch_size=None,

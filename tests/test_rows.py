@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lit_llm.data.new_folder import new_folder
 from lit_llm.data.rows import PackedRows, TokenRows
 from lit_llm.data.store import TokenStore
 from lit_llm.data.tokenizer import Tokenizer
-from lit_llm.data.writer import StoreWriter, new_folder
+from lit_llm.data.writer import StoreWriter
 from lit_llm.errors import UserError
 from tests.data_helpers import word_level, write_tokenizer
 

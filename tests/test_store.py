@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from lit_llm.data import Tokenizer, TokenStore
+from lit_llm.data.new_folder import new_folder
 from lit_llm.data.store import store_dtype
-from lit_llm.data.writer import StoreWriter, new_folder
+from lit_llm.data.writer import StoreWriter
 from lit_llm.errors import UserError
 from tests.data_helpers import word_level, write_store
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lit_llm import LitLLM, TokenDataModule, TokenStore
-from lit_llm.data.module import fit_progress_to_layout
 from lit_llm.data.order import TrainOrder
 from lit_llm.data.prepare import prepare
+from lit_llm.data.resume import fit_progress_to_layout
 from lit_llm.data.rows import TokenRows
 from lit_llm.errors import UserError
 from lit_llm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_scheduler

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from lit_llm.data.files import is_remote
 from lit_llm.data.histogram import LengthHistogram
+from lit_llm.data.new_folder import PICTURE_FILE
 from lit_llm.data.order import permute, round_keys
 from lit_llm.data.packing import best_fit
 from lit_llm.data.rows import PackedRows, TokenRows
 from lit_llm.data.store import TokenStore
 from lit_llm.data.tokenizer import Tokenizer
-from lit_llm.data.writer import PICTURE_FILE
 from lit_llm.errors import UserError
 
 _BLOCK = 1 << 22

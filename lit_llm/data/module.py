@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import lightning as L
-import numpy as np
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
+from lit_llm.data.loaders import EvalSampler, PromptBatches, Rows, TokenLoader, TrainSampler, to_tensors
 from lit_llm.data.mixed_rows import MixedRows
 from lit_llm.data.mixture import Mixture
-from lit_llm.data.order import EvalOrder, StepSource, TrainOrder
-from lit_llm.data.prompts import Prompt, read_prompts
+from lit_llm.data.order import EvalOrder, TrainOrder
+from lit_llm.data.prompts import read_prompts
+from lit_llm.data.resume import fit_progress_to_layout, fit_progress_to_step
 from lit_llm.data.rows import PackedRows, TokenRows
 from lit_llm.data.store import TokenStore
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 
-Rows = TokenRows | PackedRows | MixedRows
 _PACKINGS = ("auto", "contiguous", "best_fit")
 _NAMES = {"stores": "the stores' content", "shares": "the mixture's weights"}
 
@@ -150,7 +149,7 @@ class TokenDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Micro-batches of this rank, from the Trainer's current optimizer step on."""
         assert self._order is not None
-        sampler = _TrainSampler(self._rows["train"], self._order, self._next_step, self._epochs_are_cut)
+        sampler = TrainSampler(self._rows["train"], self._order, self._next_step, self._epochs_are_cut)
         return self._loader(self._rows["train"], sampler, persistent=True)
 
     def val_dataloader(self) -> DataLoader | list[Any]:
@@ -337,7 +336,7 @@ class TokenDataModule(L.LightningDataModule):
     def _evaluation_loader(self, split: str) -> DataLoader:
         rows, (rank, replicas) = self._rows[split], self._rank_and_replicas()
         micro = self.micro_batch_size or max(1, self.global_batch_size // replicas)
-        return self._loader(rows, _EvalSampler(rows, EvalOrder(len(rows), micro, rank, replicas)), persistent=False)
+        return self._loader(rows, EvalSampler(rows, EvalOrder(len(rows), micro, rank, replicas)), persistent=False)
 
     def _loader(self, rows: Rows, sampler: DistributedSampler, persistent: bool) -> DataLoader:
         pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
@@ -347,7 +346,7 @@ class TokenDataModule(L.LightningDataModule):
             batch_size=None,
             sampler=sampler,
             num_workers=self.num_workers,
-            collate_fn=_to_tensors,  # type: ignore[arg-type]
+            collate_fn=to_tensors,  # type: ignore[arg-type]
             pin_memory=pin,
             persistent_workers=persistent and self.num_workers > 0,
         )
@@ -372,114 +371,6 @@ class TokenDataModule(L.LightningDataModule):
 
     def _epochs_are_cut(self) -> bool:
         return self.trainer is not None and self.trainer.limit_train_batches != 1.0
-
-
-def _to_tensors(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in batch.items()}
-
-
-class TokenLoader(DataLoader):
-    """A DataLoader that Lightning may call resumable: its position is a function of the optimizer step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to save."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load."""
-
-
-class _BatchSampler(DistributedSampler, SequentialSampler):
-    """A sampler whose items are whole micro-batches.
-
-    Lightning leaves a DistributedSampler in place under ddp, and a SequentialSampler when it overfits a few batches.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        raise AssertionError("subclasses say what comes")
-
-
-class _TrainSampler(_BatchSampler):
-    """This rank's micro-batches, from the step on that comes next."""
-
-    def __init__(self, rows: Rows, order: TrainOrder, next_step: StepSource, endless: Any) -> None:
-        super().__init__(rows, order.num_replicas, order.rank, shuffle=False)  # type: ignore[arg-type]
-        self.order, self._next_step, self._endless = order, next_step, endless
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.order.epoch_from(self._next_step(), endless=self._endless())
-
-    def __len__(self) -> int:
-        return self.order.micro_batches_per_epoch
-
-
-class _EvalSampler(_BatchSampler):
-    """This rank's evaluation batches."""
-
-    def __init__(self, rows: Rows, order: EvalOrder) -> None:
-        super().__init__(rows, order.num_replicas, order.rank, shuffle=False)  # type: ignore[arg-type]
-        self.order = order
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.order)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-
-class PromptBatches:
-    """The prompts of one rank, dealt in turn, in batches."""
-
-    def __init__(self, prompts: list[Prompt], batch_size: int, rank: int = 0, num_replicas: int = 1) -> None:
-        mine = list(enumerate(prompts))[rank::num_replicas]
-        self._batches = [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[dict[str, list[Any]]]:
-        for batch in self._batches:
-            yield {"index": [index for index, _ in batch], "prompt": [prompt for _, prompt in batch]}
-
-
-def fit_progress_to_layout(progress: dict[str, Any], saved: tuple[int, int], present: tuple[int, int]) -> None:
-    """Rewrites Lightning's saved count of micro-batches for another number of ranks or micro-batch size.
-
-    Lightning counts the micro-batches of one rank. The optimizer step is what both layouts share; a window that was not
-    finished has left no trace in the weights and is done again.
-
-    Args:
-        progress: Lightning's saved ``epoch_loop.batch_progress``, changed in place.
-        saved, present: (micro-batches per step, micro-batches per epoch) of the two layouts.
-    """
-    current, total = progress["current"], progress["total"]
-    ready = current["ready"]
-    finished_epoch = ready >= saved[1]
-    steps, begun = divmod(ready, saved[0])
-    if saved == present and (begun == 0 or finished_epoch):
-        return
-    new_ready = present[1] if finished_epoch else steps * present[0]
-    # Saved inside Lightning's own hooks, the last micro-batch is processed but not yet counted as completed.
-    behind = ready - current["completed"] if finished_epoch or begun == 0 else 0
-    epochs_before = (total["ready"] - ready) // saved[1]
-    for name in ("ready", "started", "processed", "completed"):
-        current[name] = new_ready - (behind if name == "completed" else 0)
-        total[name] = epochs_before * present[1] + current[name]
-
-
-def fit_progress_to_step(progress: dict[str, Any], step: int, present: tuple[int, int]) -> None:
-    """Rewrites Lightning's saved count of micro-batches for data that goes on at another place of its order.
-
-    Args:
-        progress: as in :func:`fit_progress_to_layout`.
-        step: of the new data's order, which comes next.
-        present: (micro-batches per step, micro-batches per epoch) of the new data.
-    """
-    done = step * present[0]
-    for name in ("ready", "started", "processed", "completed"):
-        progress["current"][name] = done % present[1]
-        progress["total"][name] = done
-    progress["is_last_batch"] = False
 
 
 def _short(value: Any) -> str:

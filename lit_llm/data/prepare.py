@@ -8,85 +8,41 @@ seed, not on the number of workers; memory holds a few batches.
 from __future__ import annotations
 
 import gc
-import hashlib
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from shutil import copyfileobj
 from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lit_llm.data.document import Conversation, Item
-from lit_llm.data.encode import Encoded, EngineMismatch, default_workers, encode_all
+from lit_llm.data.encode import EngineMismatch, default_workers, encode_all
 from lit_llm.data.histogram import LengthHistogram
+from lit_llm.data.new_folder import new_folder
 from lit_llm.data.progress import ProgressBar
 from lit_llm.data.sources import STDIN, Listing, SourceFile, list_files, read_items
+from lit_llm.data.splits import draw, write_splits
 from lit_llm.data.store import TokenStore, read_meta
+from lit_llm.data.summary import Summary
 from lit_llm.data.tokenizer import Tokenizer, check_vocab_size, train_tokenizer
 from lit_llm.data.tokenizer_json import CONFIG_FILE
-from lit_llm.data.writer import SHARD_BYTES, StoreWriter, new_folder
+from lit_llm.data.writer import SHARD_BYTES, StoreWriter
 from lit_llm.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    pass
 
 VOCAB_SIZE = 8192
 VAL_FRACTION = 0.02
 TRAIN_BYTES = 100_000_000  # a tokenizer learns from a sample of at most about so much text
 _PIECE = 1 << 18  # characters of a document that are taken into that sample, or not, together
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What ``prepare`` did. ``splits``: name -> {documents, tokens, bytes}; ``skipped``: reason -> how many."""
-
-    output: Path
-    splits: dict[str, dict[str, int]]
-    skipped: dict[str, int]
-    vocab_size: int
-    eos_token: str
-    trained: bool
-    workers: int
-    seconds: float
-    engine: str
-    lengths: LengthHistogram = field(repr=False)
-    notes: tuple[str, ...] = ()
-
-    def total(self, what: str) -> int:
-        """Sum of ``documents``, ``tokens`` or ``bytes`` over the splits."""
-        return sum(split[what] for split in self.splits.values())
-
-    def __rich__(self) -> RenderableType:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False)
-        table.add_column("split")
-        for name in ("documents", "tokens", "MB of text", "bytes/token"):
-            table.add_column(name, justify="right")
-        for name, split in self.splits.items():
-            documents, tokens, size = (split[key] for key in ("documents", "tokens", "bytes"))
-            table.add_row(name, f"{documents:,}", f"{tokens:,}", f"{size / 1e6:,.2f}", f"{size / tokens:.2f}")
-        how = "trained here" if self.trained else "given"
-        checked = ", its ids compared with those of tokenizers" if self.engine != "tokenizers" else ""
-        lines = [f"tokenizer: {self.vocab_size:,} ids, EOS {self.eos_token!r}, {how}; engine {self.engine}{checked}"]
-        if self.skipped:
-            lines.append("skipped: " + ", ".join(f"{count:,} {why}" for why, count in sorted(self.skipped.items())))
-        lines += [f"note: {note}" for note in self.notes]
-        speed = self.total("bytes") / 1e6 / max(self.seconds, 1e-9)
-        workers = "1 process" if self.workers == 1 else f"{self.workers} processes"
-        lines.append(f"wrote {self.output} in {self.seconds:.1f} s ({speed:.1f} MB/s, {workers})")
-        return Group(table, Text(), self.lengths, Text(), *(Text(line) for line in lines))
 
 
 def prepare(
@@ -158,7 +114,7 @@ def prepare(
             writer = StoreWriter(folder, tokenizer, shard_bytes=shard_bytes)
             try:
                 with closing(encode_all(read_items(files, text_key, skipped), tokenizer, workers)) as batches:
-                    lengths = _write(bar.encoding(batches, size), writer, val_fraction, seed)
+                    lengths = write_splits(bar.encoding(batches, size), writer, val_fraction, seed)
                 for path in spooled:
                     path.unlink()
                 return writer.finish({"options": options}), skipped, lengths
@@ -248,68 +204,9 @@ def _sample(items: Iterable[Item], seed: int, share: float) -> Iterator[str]:
         texts = [m["content"] for m in item.messages] if isinstance(item, Conversation) else [item.text]
         for text in texts:
             for start in range(0, len(text), _PIECE):
-                if share >= 1 or _draw("sample", seed, number, start) < share:
+                if share >= 1 or draw("sample", seed, number, start) < share:
                     taken += min(_PIECE, len(text) - start)
                     yield text[start : start + _PIECE]
-
-
-def _draw(*key: str | int) -> float:
-    """A uniform number in [0, 1) that is a pure function of ``key``."""
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
-
-
-def _write(results: Iterable[Encoded], writer: StoreWriter, val_fraction: float, seed: int) -> LengthHistogram:
-    """Split the documents and write them, in order."""
-    begun = 0  # documents
-    open_val = False  # where the document that goes on into the next batch lies
-    open_length = 0
-    histogram = LengthHistogram()
-
-    def append(batch: Encoded, final: bool) -> None:
-        nonlocal begun, open_val, open_length
-        count = len(batch.lengths)
-        first = begun if batch.begins else begun - 1
-        val = np.fromiter((_draw("split", seed, n) < val_fraction for n in range(first, first + count)), bool, count)
-        if not batch.begins:
-            val[0] = open_val
-        elif first == 0:
-            val[0] = False  # so that there is always something to train on
-        begun = first + count
-        in_hand = final and begun > 1 and (batch.begins or count > 1)  # all of the last document
-        if in_hand and val_fraction > 0 and not writer.documents("val") and not val.any():
-            val[-1] = True
-        open_val = bool(val[-1])
-        lengths = batch.lengths.copy()
-        lengths[0] += open_length
-        open_length = 0 if batch.ends else int(lengths[-1])
-        histogram.add(lengths if batch.ends else lengths[:-1])
-        _append_runs(writer, batch, val)
-
-    last: Encoded | None = None
-    for batch in results:
-        if last is not None:
-            append(last, final=False)
-        last = batch
-    if last is not None:
-        append(last, final=True)
-    return histogram
-
-
-def _append_runs(writer: StoreWriter, batch: Encoded, val: np.ndarray) -> None:
-    """Append a batch, cut where the split changes."""
-    ends = np.cumsum(batch.lengths)
-    borders = [0, *(np.flatnonzero(np.diff(val)) + 1).tolist(), len(val)]
-    for first, stop in pairwise(borders):
-        tokens = slice(int(ends[first - 1]) if first else 0, int(ends[stop - 1]))
-        writer.append(
-            "val" if val[first] else "train",
-            batch.ids[tokens],
-            batch.lengths[first:stop],
-            batch.text_bytes[first:stop],
-            trained=None if batch.trained is None else batch.trained[tokens],
-            begins=batch.begins or first > 0,
-        )
 
 
 # ------------------------------------------------------------------- checking
