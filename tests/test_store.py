@@ -76,6 +76,9 @@ def test_all_ways_of_reading_agree(words: Tokenizer, tmp_path: Path, shard_bytes
         got = store.gather(at, length)
         assert got.dtype == store.dtype == np.uint16
         assert np.array_equal(got, flat[at[:, None] + np.arange(length)])
+    at = rng.permutation(len(flat))
+    assert np.array_equal(store.take(at), flat[at])
+    assert store.take(at).dtype == store.dtype
     assert store.gather(np.empty(0, np.int64), 5).shape == (0, 5)
     assert store.gather(np.array([0, 3]), 0).shape == (2, 0)
     at = np.arange(len(flat)).reshape(-1, 1)
@@ -303,6 +306,8 @@ def test_trained_marks_come_back(words: Tokenizer, tmp_path: Path, shard_bytes: 
     flat = np.concatenate(marks)
     at = rng.integers(0, len(flat) - 7, 20)
     assert np.array_equal(store.gather_trained(at, 7), flat[at[:, None] + np.arange(7)])
+    at = rng.permutation(len(flat))
+    assert np.array_equal(store.take_trained(at), flat[at])
     assert not store.problems()
     (tmp_path / "store" / "train-00000.trained").write_bytes(b"")
     with pytest.raises(UserError, match=r"train-00000\.trained: 0 bytes"):

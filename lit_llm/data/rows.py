@@ -165,10 +165,11 @@ class PackedRows:
         lengths[padding] = self.seq_len - np.add.reduceat(lengths, heads)
         begins = lengths.cumsum() - lengths
         batch = self._tokens(starts, lengths, begins)
-        which, padded, _ = _ragged(lengths[padding])
-        padded += begins[padding][which]
-        batch["input_ids"][padded] = self.store.eos_token_id
-        batch["labels"][padded] = IGNORED
+        if lengths[padding].any():
+            which, padded, _ = _ragged(lengths[padding])
+            padded += begins[padding][which]
+            batch["input_ids"][padded] = self.store.eos_token_id
+            batch["labels"][padded] = IGNORED
         batch = {name: values.reshape(len(rows), -1) for name, values in batch.items()}
         real = lengths > 0
         _add_documents(batch, begins[real], numbers[real])
@@ -179,22 +180,20 @@ class PackedRows:
         store = self.store
         places = (starts - begins).repeat(lengths)
         places += np.arange(len(places))
-        if self.seq_len > store.num_tokens:
-            np.minimum(places, store.num_tokens - 1, out=places)
-        input_ids = store.gather(places, 1).reshape(-1).astype(np.int64)
+        input_ids = store.take(places).astype(np.int64)
         labels = np.empty_like(input_ids)
         labels[:-1] = input_ids[1:]
         if store.has_trained:
-            labels[:-1][store.gather_trained(places[1:], 1).reshape(-1) == 0] = IGNORED
+            labels[:-1][store.take_trained(places[1:]) == 0] = IGNORED
         labels[begins + lengths - 1] = IGNORED
         full = np.flatnonzero(lengths == self.seq_len)
         if len(full):  # only these may go on in another row
             behind = starts[full] + self.seq_len
             goes_on = store.offsets[np.searchsorted(store.offsets, behind)] != behind
             full, behind = full[goes_on], behind[goes_on]
-            values = store.gather(behind, 1).reshape(-1).astype(np.int64)
+            values = store.take(behind).astype(np.int64)
             if store.has_trained:
-                values[store.gather_trained(behind, 1).reshape(-1) == 0] = IGNORED
+                values[store.take_trained(behind) == 0] = IGNORED
             labels[begins[full] + self.seq_len - 1] = values
         return {"input_ids": input_ids, "labels": labels}
 

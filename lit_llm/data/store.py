@@ -267,6 +267,25 @@ class TokenStore:
             return np.ones((len(starts), length), TRAINED_DTYPE)
         return self._gather(self._trained, starts, length)
 
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """Ids at any places of all documents in a row: the shape of ``positions``, in the store's dtype. Places outside
+        are the caller's fault and give any id."""
+        return self._take(self._ids, positions)
+
+    def take_trained(self, positions: np.ndarray) -> np.ndarray:
+        """``trained`` at such places: the shape of ``positions``, uint8."""
+        return self._take(self._trained, positions) if self.has_trained else np.ones(positions.shape, TRAINED_DTYPE)
+
+    def _take(self, shards: list[np.ndarray], positions: np.ndarray) -> np.ndarray:
+        if len(shards) == 1:
+            return shards[0].take(positions, mode="clip")  # unchecked, which is three times as fast
+        number = np.searchsorted(self._starts[1:-1], positions, side="right")
+        found = np.empty(positions.shape, shards[0].dtype)
+        for shard in np.unique(number).tolist():
+            chosen = number == shard
+            found[chosen] = shards[shard].take(positions[chosen] - self._starts[shard], mode="clip")
+        return found
+
     def _slice(self, shards: list[np.ndarray], start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
@@ -314,8 +333,6 @@ def checksums(meta: dict[str, Any], split: str) -> dict[str, str]:
 def _rows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
     if not starts.size or not length:
         return np.empty((len(starts), length), dtype=ids.dtype)
-    if length == 1:
-        return ids[starts][:, None]
     # Every window as a view, so that choosing some copies whole rows instead of looking up token by token. The bounds
     # are checked by the caller; the stride tricks of numpy do the same at twice the cost for a batch of 8 rows.
     return np.ndarray((len(ids) - length + 1, length), ids.dtype, ids, 0, ids.strides * 2)[starts]
