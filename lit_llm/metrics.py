@@ -48,7 +48,10 @@ class TokenLoss(Metric):
         """
         loss_sum, tokens, num_bytes = float(self.loss_sum), float(self.tokens), float(self.num_bytes)
         if tokens == 0:
-            raise UserError("no label token was evaluated: the split is too short, or all its labels are ignored")
+            raise UserError(
+                "no label token was evaluated: the split is too short, or all its labels are ignored (chats longer "
+                "than data.seq_len are cut there)"
+            )
         loss = loss_sum / tokens
         values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         if num_bytes > 0:

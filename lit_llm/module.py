@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lit_llm.data.conversation import turn_end_ids
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 from lit_llm.generation import GenerationConfig, generate
+from lit_llm.generation.chat import until_turn_ends
 from lit_llm.metrics import TokenLoss
 from lit_llm.model import ModelConfig, Transformer
 from lit_llm.model.config import preset_fields
@@ -74,6 +74,8 @@ class LitLLM(L.LightningModule):
         self.tokenizer: Tokenizer | None = None
         self.model: Transformer | nn.Module | None = None
         self._window = StepWindow()
+        self._sources: list[tuple[str, str]] = []
+        self._tokens_by_store: dict[str, int] = {}
         self._labels_checked = False
         self.evaluated = TokenLoss()
         self._save_hparams()
@@ -113,9 +115,8 @@ class LitLLM(L.LightningModule):
                 f"{config.max_position_embeddings}; shorten the rows or raise the model's context"
             )
         if self.tokenizer is not None and config.eos_token_id is None:
-            ends = _ending_ids(self.tokenizer)
-            eos = ends[0] if len(ends) == 1 else tuple(ends) or None
-            config = dataclasses.replace(config, eos_token_id=eos, bos_token_id=self.tokenizer.bos_token_id)
+            eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+            config = dataclasses.replace(config, eos_token_id=eos, bos_token_id=bos)
         return config
 
     def configure_model(self) -> None:
@@ -160,7 +161,12 @@ class LitLLM(L.LightningModule):
             )
         data = getattr(self.trainer, "datamodule", None)
         if self.tokenizer is None:
-            self.tokenizer = getattr(data, "tokenizer", None)
+            try:
+                self.tokenizer = getattr(data, "tokenizer", None)
+            except UserError:
+                # The checkpoint that comes next has one, and its store may be gone.
+                if stage != "predict" or not self.trainer.ckpt_path:
+                    raise
         if self.model is None:
             self.vocab_size = self.vocab_size or getattr(data, "vocab_size", None)
             if stage != "predict" and self.vocab_size is not None:
@@ -181,16 +187,24 @@ class LitLLM(L.LightningModule):
         self._window.add(loss_sum, count, self._tokens_by_source(batch))
         return loss_sum / self._window.scale
 
-    def _source_names(self) -> list[str]:
-        return getattr(getattr(self._trainer, "datamodule", None), "source_names", [])
-
     def _tokens_by_source(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Label tokens of each store of a mixture, (sources,) int64."""
-        names = self._source_names()
-        if "source_ids" not in batch or not names:
+        """Label tokens of each store of a mixture, (sources,) int64: the data's, whatever ``loss`` counts."""
+        if "source_ids" not in batch or not self._sources:
             return None
         counts = (batch["labels"] != -100).sum(dim=1)
-        return counts.new_zeros(len(names)).index_add_(0, batch["source_ids"], counts)
+        return counts.new_zeros(len(self._sources)).index_add_(0, batch["source_ids"], counts)
+
+    def _begin_sources(self) -> None:
+        """Goes on counting the tokens of this fit's stores, each known by its content."""
+        self._tokens_by_store = self._all_tokens_by_store()
+        self._sources = list(getattr(getattr(self._trainer, "datamodule", None), "sources", []))
+        counts = [self._tokens_by_store.get(mark, 0) for _, mark in self._sources]
+        self._window.trained_tokens_by_source = torch.tensor(counts, dtype=torch.int64) if counts else None
+
+    def _all_tokens_by_store(self) -> dict[str, int]:
+        tokens = self._window.trained_tokens_by_source
+        marks = [mark for _, mark in self._sources]
+        return self._tokens_by_store | ({} if tokens is None else dict(zip(marks, tokens.tolist(), strict=True)))
 
     def configure_gradient_clipping(
         self,
@@ -230,15 +244,13 @@ class LitLLM(L.LightningModule):
         # As float64: Lightning would make float32 of a number, which counts no further than 16 million tokens.
         self.log("train/learning_rate", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
         self.log("train/tokens", self._window.trained_tokens.to("cpu", torch.float64))
-        for name, tokens in self._window_tokens_by_source().items():
-            self.log(f"train/tokens/{name}", torch.tensor(tokens, dtype=torch.float64))
+        by_source = self._window.trained_tokens_by_source
+        if by_source is not None:
+            for (name, _), tokens in zip(self._sources, by_source.to("cpu", torch.float64), strict=True):
+                self.log(f"train/tokens/{name}", tokens)
         rate = self._window.tokens_per_second()
         if rate is not None:
             self.log("train/tokens_per_second", rate, prog_bar=True)
-
-    def _window_tokens_by_source(self) -> dict[str, int]:
-        tokens = self._window.trained_tokens_by_source
-        return {} if tokens is None else dict(zip(self._source_names(), tokens.tolist(), strict=True))
 
     def configure_optimizers(self) -> Any:
         """AdamW over two parameter groups, and the schedule in optimizer steps."""
@@ -279,6 +291,7 @@ class LitLLM(L.LightningModule):
     def on_train_start(self) -> None:
         """Begins with no open window, and starts the clock of tokens per second."""
         self._window.discard()
+        self._begin_sources()
         self._window.start_clock()
 
     # Evaluation
@@ -306,6 +319,8 @@ class LitLLM(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Logs val/loss, val/perplexity and val/bits_per_byte over all ranks."""
+        if self.trainer.sanity_checking and not int(self.evaluated.tokens):
+            return  # its few batches may hold no label
         values = self._evaluated("val")
         if self.trainer.sanity_checking:
             # The loss before training, so that curves begin at step 0; Lightning drops what a sanity check logs.
@@ -342,7 +357,10 @@ class LitLLM(L.LightningModule):
         if tokenizer is None:
             raise UserError("predict needs a tokenizer: none is in the checkpoint; give data.store")
         prompts = [tokenizer.encode(p) if isinstance(p, str) else tokenizer.encode_chat(p) for p in batch["prompt"]]
-        results = generate(self.transformer, prompts, self.generation_config, tokenizer=tokenizer)
+        config = self.generation_config
+        if not all(isinstance(p, str) for p in batch["prompt"]):
+            config = until_turn_ends(config, self.transformer.config, tokenizer)
+        results = generate(self.transformer, prompts, config, tokenizer=tokenizer)
         numbered = zip(batch["index"], batch["prompt"], results, strict=True)
         return [result.record(index, prompt) for index, prompt, result in numbered]
 
@@ -356,7 +374,7 @@ class LitLLM(L.LightningModule):
             "config": config,
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_files(),
             "trained_tokens": int(self._window.trained_tokens),
-            "trained_tokens_by_source": self._window_tokens_by_source(),
+            "trained_tokens_by_store": self._all_tokens_by_store(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -374,10 +392,8 @@ class LitLLM(L.LightningModule):
         if self.model is None:
             self.configure_model()
         self._window.trained_tokens = torch.tensor(saved["trained_tokens"], dtype=torch.int64)
-        if names := self._source_names():
-            by_source = saved.get("trained_tokens_by_source", {})
-            counts = [by_source.get(name, 0) for name in names]
-            self._window.trained_tokens_by_source = torch.tensor(counts, dtype=torch.int64)
+        self._tokens_by_store = dict(saved.get("trained_tokens_by_store", {}))
+        self._sources, self._window.trained_tokens_by_source = [], None
         if saved["config"] is not None and isinstance(self.model, Transformer):
             _compare_shapes(saved["config"], self.model)
             # The model may have been built before its tokenizer was known.
@@ -415,12 +431,6 @@ class LitLLM(L.LightningModule):
             },
             logger=False,
         )
-
-
-def _ending_ids(tokenizer: Tokenizer) -> list[int]:
-    """What ends a completion: the tokenizer's EOS, and the control tokens that end a turn by its chat template."""
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return eos + [i for i in turn_end_ids(tokenizer) if i not in eos]
 
 
 def _refuse_unshifted(batch: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ class StepWindow:
         self._count: Tensor | None = None
         self._by_source: Tensor | None = None
         self.trained_tokens_by_source: Tensor | None = None
-        """(sources,) int64 where the data is a mixture."""
+        """(sources,) int64 where the data is a mixture; to be set before the first micro-batch."""
         self._clock: float | None = None
         self._paused_at: float | None = None
         self._tokens_at_clock = 0
@@ -66,9 +66,9 @@ class StepWindow:
             parts = torch.cat([parts, self._by_source.to(wide)])
         totals = trainer.strategy.reduce(parts, reduce_op="sum")
         if self._by_source is not None:
-            seen = self.trained_tokens_by_source
-            new = totals[2:].to(torch.int64)
-            self.trained_tokens_by_source = new if seen is None else seen.to(new.device) + new
+            assert self.trained_tokens_by_source is not None
+            seen = self.trained_tokens_by_source.to(totals.device)
+            self.trained_tokens_by_source = seen + totals[2:].to(torch.int64)
         self._loss_sum = self._count = self._by_source = None
         self.trained_tokens = self.trained_tokens.to(totals.device) + totals[1].to(torch.int64)
         count = totals[1].clamp(min=1)

@@ -224,13 +224,25 @@ def test_templates_that_hide_the_answers(tmp_path: Path) -> None:
         encode_conversation(tokenizer, messages)
     assert tokenizer.decode(encode_prompt(tokenizer, messages)) == "Q 2;A 2;"
     no_answers = make(tmp_path / "b", "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    assert trained_texts(no_answers, messages) in ([], ["</s>"])
+    with pytest.raises(UserError, match="leaves out what the assistant says"):
+        encode_conversation(no_answers, messages)
+    for template in ("hi", "{{ messages[0].content }}"):
+        with pytest.raises(UserError, match="template"):
+            encode_conversation(make(tmp_path / "c", template), messages)
+
+
+def test_a_header_that_no_prompt_has_is_not_trained(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }} {{ m.content | length }}: {{ m.content }}<|end|>{% endfor %}"
+    messages = [{"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "yes indeed"))]
+    assert trained_texts(make(tmp_path, template), messages) == ["yes indeed<|end|>"]
+    first = [{"role": "assistant", "content": "hello"}, *messages]
+    assert trained_texts(make(tmp_path / "b", template), first) == ["hello<|end|>", "yes indeed<|end|>"]
 
 
 def test_words_for_control_tokens_that_the_vocabulary_lacks(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(CORPUS, 300)
+    tokenizer = Tokenizer.from_files({"tokenizer.json": llama3_style(bos_in_json=False).to_str()})
     messages = [{"role": r, "content": f"{r} says"} for r in ("user", "assistant") * 2]
-    assert trained_texts(tokenizer, messages) == ["assistant says<|im_end|>", "assistant says<|im_end|><|endoftext|>"]
+    assert trained_texts(tokenizer, messages) == ["assistant says<|im_end|>", "assistant says<|im_end|><|end_of_text|>"]
     assert turn_end_ids(tokenizer) == []
     prompt = encode_prompt(tokenizer, messages[:-1])
     assert tokenizer.decode(prompt) == tokenizer.render_chat(messages[:-1])

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 
+from lit_llm import LitLLM, TokenDataModule
 from lit_llm.data.prepare import prepare
 from lit_llm.data.rows import TokenRows
 from lit_llm.data.store import TokenStore
 from lit_llm.errors import UserError
 from tests.conftest import write_texts
 from tests.distributed import run_ranks
-from tests.training import fit
+from tests.training import MODEL, fit
 
 SEQ_LEN, BATCH = 48, 8
 
@@ -110,7 +113,7 @@ def saved(store: str, tmp_path_factory: pytest.TempPathFactory) -> str:
         ({"global_batch_size": 16}, "global_batch_size 8 -> 16"),
         ({"data": {"seed": 5}}, "seed 0 -> 5"),
         ({"data": {"isolate_documents": False}}, "isolate_documents True -> False"),
-        ({"data": {"packing": "best_fit"}}, "packing auto -> best_fit"),
+        ({"data": {"packing": "best_fit"}}, "packing contiguous -> best_fit"),
     ],
 )
 def test_other_data_is_refused(store: str, saved: str, tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -191,3 +194,100 @@ def test_mixtures_that_do_not_go_together(store: str, tmp_path: Path) -> None:
     prepare([tmp_path / "texts"], tmp_path / "s", vocab_size=290, val_fraction=0.2, workers=1, progress=False)
     with pytest.raises(UserError, match="made with another tokenizer .* prepare it with --tokenizer"):
         fit({store: 1, str(tmp_path / "s"): 1}, str(tmp_path), max_steps=1, **OPTIONS)
+
+
+# ------------------------------------------------------------------- how Lightning counts
+
+
+def steps_of(result: dict[str, Any]) -> list[int]:
+    return sorted(global_batches([result]))
+
+
+def test_epochs_count_on_when_the_batch_size_changes_at_an_epochs_end(store: str, tmp_path: Path) -> None:
+    steps, _ = epoch_steps(store)
+    options = {**OPTIONS, "limit_val_batches": 0, "max_steps": -1}
+    fit(store, str(tmp_path / "a"), max_epochs=1, save_at=steps, **options)
+    path = str(tmp_path / "a" / "checkpoints" / f"step={steps}.ckpt")
+    changed = {**options, "global_batch_size": 4, "data": {"resume_with_other_data": True}, "ckpt_path": path}
+    rows = len(TokenRows(TokenStore(store), SEQ_LEN))
+    two = fit(store, str(tmp_path / "b"), max_epochs=2, **changed)
+    assert steps_of(two) == list(range(steps, steps - (-rows // 4)))
+    seen = [row for batch in global_batches([two]).values() for row in batch]
+    assert len(seen) == rows  # one epoch more, each row once
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_cut_epochs_keep_whole_steps_and_validations_on_any_layout(store: str, tmp_path: Path, micro: int) -> None:
+    # 2 steps of 8 rows in an epoch, a validation every 3 steps over their ends
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "val_check_interval": 3,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+    }
+    whole = fit(store, str(tmp_path / "whole"), max_steps=9, limit_train_batches=8, save_at=1, **options)
+    assert whole["validations"] == [3, 6, 9]
+    for step in (1, 2, 3, 4):
+        path = str(tmp_path / "whole" / "checkpoints" / f"step={step}.ckpt")
+        limit = 2 * BATCH // micro
+        layout = {"micro_batch_size": micro, "limit_train_batches": limit, "ckpt_path": path}
+        resumed = fit(store, str(tmp_path / f"{step}"), max_steps=9, **layout, **options)
+        assert global_batches([resumed]) == {s: b for s, b in global_batches([whole]).items() if s >= step}
+        assert [v for v in resumed["validations"] if v > step] == [v for v in whole["validations"] if v > step]
+
+
+def test_another_batch_size_with_cut_epochs_takes_whole_steps(store: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "limit_val_batches": 0}
+    fit(store, str(tmp_path / "a"), max_steps=3, save_at=1, limit_train_batches=8, **options)
+    halves = {**options, "global_batch_size": 4}
+    whole = global_batches([fit(store, str(tmp_path / "w"), max_steps=9, **halves)])
+    for step in (1, 2, 3):
+        path = str(tmp_path / "a" / "checkpoints" / f"step={step}.ckpt")
+        changed = {**halves, "data": {"resume_with_other_data": True}, "ckpt_path": path, "limit_train_batches": 8}
+        resumed = global_batches([fit(store, str(tmp_path / f"{step}"), max_steps=step + 3, **changed)])
+        assert list(resumed.values()) == [whole[2 * step + i] for i in range(3)]
+
+
+def test_overfitting_goes_on_where_it_was(store: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "overfit_batches": 8, "limit_val_batches": 0}  # 2 steps
+    whole = global_batches([fit(store, str(tmp_path / "a"), max_steps=7, save_at=3, **options)])
+    path = str(tmp_path / "a" / "checkpoints" / "step=3.ckpt")
+    resumed = global_batches([fit(store, str(tmp_path / "b"), max_steps=7, ckpt_path=path, **options)])
+    assert resumed == {step: rows for step, rows in whole.items() if step >= 3}
+    assert whole[0] == whole[2] != whole[1]
+
+
+# ------------------------------------------------------------------- sources
+
+
+def test_one_module_trains_on_one_mixture_after_another(store: str, other: str) -> None:
+    lit = LitLLM(config=MODEL, optimizer={"lr": 1e-3}, schedule={"total_steps": 40})
+    counted: list[dict[str, float]] = []
+    for mixture in ({store: 1, other: 1}, store, {other: 1, store: 3}):
+        data = TokenDataModule(mixture, seq_len=16, global_batch_size=8, micro_batch_size=4)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_steps=3,
+            log_every_n_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(lit, data)
+        counted.append({n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("train/tokens/")})
+    assert [len(counts) for counts in counted] == [2, 0, 2]
+    for folder in (store, other):
+        assert counted[2][f"train/tokens/{folder}"] > counted[0][f"train/tokens/{folder}"] > 0
+
+
+def test_a_store_that_moved_keeps_its_count(store: str, other: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "seq_len": 16, "limit_val_batches": 0}
+    first = fit({store: 1, other: 1}, str(tmp_path / "a"), max_steps=2, save_at=2, **options)
+    shutil.copytree(other, tmp_path / "moved")
+    path = str(tmp_path / "a" / "checkpoints" / "step=2.ckpt")
+    second = fit({store: 1, str(tmp_path / "moved"): 1}, str(tmp_path / "b"), max_steps=3, ckpt_path=path, **options)
+    assert second["metrics"]["train/tokens/moved"] > first["metrics"][f"train/tokens/{other}"]
+    names = ("train/tokens/moved", "train/tokens/store")
+    assert sum(second["metrics"][name] for name in names) == second["metrics"]["train/tokens"]

@@ -121,7 +121,7 @@ class _Numbers:
 def _loaded(order: TrainOrder, step: int, workers: int) -> list[int]:
     """The samples of an epoch from ``step`` on, through the loader that training uses."""
     numbers = _Numbers()
-    sampler = TrainSampler(numbers, order, lambda: step, lambda: False)  # type: ignore[arg-type]
+    sampler = TrainSampler(numbers, order, lambda: (step, 0), lambda: False)  # type: ignore[arg-type]
     loader = TokenLoader(
         numbers,  # type: ignore[arg-type]
         batch_size=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from lit_llm.cli.main import main
 from lit_llm.data import Tokenizer, TokenStore, encode, iter_documents, train_tokenizer
@@ -294,7 +297,7 @@ def test_options_that_contradict(tmp_path: Path, tokenizer: Path) -> None:
     for options, message in (
         ({"val_fraction": 1.0}, "val_fraction .* not 1.0"),
         ({"val_fraction": float("nan")}, "val_fraction .* not nan"),
-        ({"workers": 0}, "workers must be at least 1, not 0"),
+        ({"workers": 0}, "workers must be at least 1 and at most 256, not 0"),
         ({"vocab_size": 200}, "vocab_size 200 is too small"),
         ({"vocab_size": 10**12}, "vocab_size 1000000000000 is too large"),
         ({"tokenizer": tokenizer, "vocab_size": 999}, "999 contradicts the tokenizer's 261"),
@@ -587,3 +590,118 @@ def test_no_token_is_lost_in_batches() -> None:
     flat = np.concatenate([batch.ids for batch in batches]).tolist()
     assert flat == [i for row in tokenizer.encode_batch(texts, eos=True) for i in row]
     assert sum(int(batch.text_bytes.sum()) for batch in batches) == sum(len(text.encode()) for text in texts)
+
+
+# ------------------------------------------------------------------- what an attack found
+
+
+def test_control_tokens_typed_in_a_text_are_no_words(tmp_path: Path) -> None:
+    """Unigram and word-level vocabularies hold their control tokens as pieces too."""
+    backend = word_level(9, unk="w0")
+    tokenizer = write_tokenizer(tmp_path / "words", backend)
+    (tmp_path / "a.txt").write_text("w1 </s> w2")
+    prepare([tmp_path / "a.txt"], tmp_path / "s", tokenizer=tokenizer)
+    ids = TokenStore(tmp_path / "s").document(0).tolist()
+    assert ids.count(8) == 1
+    assert ids[-1] == 8
+    assert Tokenizer(tokenizer).encode("w1 </s> w2", allow_special=True) == [1, 8, 2]
+    unigram = Backend(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -1.0) for c in "</s>▁hi")], unk_id=0))
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram.decoder = decoders.Metaspace()
+    unigram.add_special_tokens(["<unk>", "</s>"])
+    pieces = Tokenizer.from_files({"tokenizer.json": unigram.to_str()})
+    assert pieces.decode(pieces.encode("hi</s>", eos=True), skip_special_tokens=False) == "hi</s></s>"
+    assert pieces.encode("hi</s>", eos=True).count(1) == 1
+
+
+def test_a_store_among_the_inputs_is_no_input(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    for _ in range(2):
+        summary = prepare([tmp_path], tmp_path / "store", tokenizer=tokenizer, val_fraction=0)
+        assert texts_of(TokenStore(tmp_path / "store")) == ["x"]
+    assert summary.skipped == {"token stores": 1}
+
+
+def test_double_stars_follow_no_links(tmp_path: Path) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "out.txt").write_text("outside")
+    (tmp_path / "in" / "sub" / "a.txt").write_text("inside")
+    (tmp_path / "in" / "up").symlink_to(tmp_path)
+    skipped: Counter[str] = Counter()
+    assert read(f"{tmp_path}/in/**/*.txt", skipped=skipped) == ["inside"]
+    assert skipped["linked folders"] > 0
+
+
+def test_half_a_character_in_a_python_source_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b'# coding: raw_unicode_escape\nx = "\\ud800"\n')
+    (tmp_path / "b.py").write_bytes(b"y = 1\n")
+    prepare([tmp_path], tmp_path / "s", vocab_size=300)  # read as UTF-8 it is plain ASCII
+    assert r"\ud800" in texts_of(TokenStore(tmp_path / "s"))[0]
+
+
+def test_a_mount_point_is_refused_at_once(small_disk: Path, tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match=r"is a mount point.*such as .*disk/store"):
+        prepare([tmp_path / "a.txt"], small_disk, tokenizer=tokenizer)
+
+
+def test_a_long_text_without_a_cut_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Path) -> None:
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(encode, "_HELD_CHARACTERS", 1000)
+    (tmp_path / "a.txt").write_text("=" * 2000)
+    with pytest.raises(UserError, match=r"a\.txt: .*break its lines"):
+        prepare([tmp_path / "a.txt"], tmp_path / "s", tokenizer=tokenizer)
+
+
+def test_long_blanks_are_no_trouble_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words" + " " * 300_000 + "and more" + "\n" * 300_000)
+    begin = time.monotonic()
+    prepare([tmp_path / "a.txt"], tmp_path / "s", vocab_size=300)
+    assert time.monotonic() - begin < 30  # it took a minute and more, by the square of the length
+
+
+def test_training_a_tokenizer_can_be_interrupted(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with open(tmp_path / "a.txt", "w") as file:
+        for _ in range(300):
+            file.write(" ".join("".join(rng.choices("abcdefghij", k=9)) for _ in range(2000)) + "\n")
+    process = start(str(tmp_path / "a.txt"), "--output", f"{tmp_path}/s", "--vocab_size", "60000")
+    time.sleep(3)
+    if process.poll() is None:
+        begin = time.monotonic()
+        process.terminate()
+        assert process.wait(20) == 143
+        assert time.monotonic() - begin < 10
+        assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"splits": None}, "names no split"),
+        ({"fingerprint": "x"}, "fingerprint is another"),
+        ({"bos_token_id": 10**9}, "other EOS and BOS"),
+        ({"eos_token_id": 1.5}, "1.5 is no number of things"),
+    ],
+)
+def test_a_changed_meta_is_found(tmp_path: Path, tokenizer: Path, change: dict[str, Any], message: str) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    prepare([tmp_path / "a.txt"], tmp_path / "s", tokenizer=tokenizer)
+    meta = json.loads((tmp_path / "s" / "meta.json").read_text())
+    (tmp_path / "s" / "meta.json").write_text(json.dumps({**meta, **change}))
+    assert any(message in problem for problem in command.check(tmp_path / "s"))
+
+
+def test_a_summary_that_cannot_be_printed_is_no_failure(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    words = [sys.executable, "-m", "lit_llm", "prepare", f"{tmp_path}/a.txt", "--tokenizer", str(tokenizer)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*words, "--output", f"{tmp_path}/s"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*words, "--output", f"{tmp_path}/s"], env=environment, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 0
+    assert "but not this summary: No space left" in done.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lit_llm.data.document import Conversation, Document
-from lit_llm.data.records import EMPTY_ANSWER, columns, record_item
+from lit_llm.data.records import ASIDE, EMPTY_ANSWER, columns, record_item
 from lit_llm.errors import UserError
 
 Turns = list[tuple[str, str]]
@@ -91,7 +91,7 @@ def test_text_wins_over_a_conversation() -> None:
     [
         ({}, "no key 'text', the keys are none"),
         ({"prompt": "q", "id": 1}, "no key 'text', the keys are 'prompt', 'id'; name the right one by --text_key"),
-        ({"text": None, "messages": QA}, "'text' must be text, it is null"),
+        ({"text": None, "id": 1}, "'text' must be text, it is null"),
         ({"text": b"x"}, "'text' must be text, it is of type bytes"),
         ({"messages": None}, "'messages' must be a list of messages, it is null"),
         ({"messages": "[]"}, "'messages' must be a list of messages, it is of type str"),
@@ -126,6 +126,23 @@ def test_what_is_refused(record: dict[str, Any], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_null_texts_give_way_to_chats() -> None:
+    skipped: Counter[str] = Counter()
+    chat = record_item({"text": None, "messages": QA}, "f", 1, "text", skipped)
+    assert isinstance(chat, Conversation)
+    assert not skipped
+    assert isinstance(record_item({"text": "a", "messages": QA}, "f", 1, "text", skipped), Document)
+    assert skipped == {ASIDE: 1}
+    assert isinstance(record_item({"text": "a", "messages": QA}, "f", 1, "messages", skipped), Conversation)
+
+
+def test_a_call_of_a_tool_is_an_empty_answer() -> None:
+    skipped: Counter[str] = Counter()
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    assert record_item({"messages": [*said(("user", "q")), call]}, "f", 1, "text", skipped) is None
+    assert skipped == {EMPTY_ANSWER: 1}
+
+
 def test_blank_answers_are_counted() -> None:
     skipped: Counter[str] = Counter()
     for answer in ("", " \n", []):
@@ -142,7 +159,8 @@ def test_half_characters_are_refused(record: dict[str, Any]) -> None:
 
 
 def test_columns_that_are_read() -> None:
-    assert columns(["id", "text", "messages"], "text") == ["text"]
+    assert columns(["id", "text", "messages"], "text") == ["text", "messages"]
+    assert columns(["id", "text"], "text") == ["text"]
     assert columns(["id", "body", "messages", "prompt"], "text") == ["messages"]
     assert columns(["output", "id", "input", "instruction"], "text") == ["output", "input", "instruction"]
     assert columns(["id", "prompt"], "text") == ["id", "prompt"]

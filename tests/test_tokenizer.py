@@ -69,7 +69,7 @@ def test_training_is_deterministic_and_honours_the_size(trained: Tokenizer) -> N
         check=True,
     )
     assert single.stdout.strip() == trained.fingerprint
-    assert train_tokenizer(["ab"], 8192).vocab_size == 257  # what there is
+    assert train_tokenizer(["ab"], 8192).vocab_size == 259  # what there is
     with pytest.raises(UserError, match="256 .* too small"):
         train_tokenizer(CORPUS, 256)
 
@@ -97,7 +97,7 @@ def test_a_tokenizer_trained_for_chats_speaks_chatml(tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     assert Tokenizer(tmp_path).chat_template == tokenizer.chat_template
     with pytest.raises(UserError, match="need 259"):
-        train_tokenizer(CORPUS, 258, chat=True)
+        train_tokenizer(CORPUS, 258)
 
 
 def test_a_text_that_goes_on_has_nothing_put_before_it(tmp_path: Path, llama3: Tokenizer) -> None:
@@ -216,7 +216,9 @@ def test_chatml_without_a_template_and_bad_chats(trained: Tokenizer, tmp_path: P
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     expected = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
     assert trained.render_chat(messages, add_generation_prompt=False) == expected
-    assert trained.decode(trained.encode_chat(messages)) == expected + "<|im_start|>assistant\n"
+    assert (
+        trained.decode(trained.encode_chat(messages), skip_special_tokens=False) == expected + "<|im_start|>assistant\n"
+    )
     for wrong in ([], "hi", [{"role": "user"}], [{"role": "user", "content": None}], ["hi"]):
         with pytest.raises(UserError, match="message"):
             trained.encode_chat(wrong)  # type: ignore[arg-type]

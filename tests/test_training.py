@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_llm import LitLLM, TokenDataModule, TokenStore
 from lit_llm.data.order import TrainOrder
 from lit_llm.data.prepare import prepare
-from lit_llm.data.resume import fit_progress_to_layout
+from lit_llm.data.resume import fit_progress
 from lit_llm.data.rows import TokenRows
 from lit_llm.errors import UserError
 from lit_llm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_scheduler
@@ -125,15 +125,15 @@ def test_progress_is_rewritten_for_another_layout() -> None:
             for key, v in {"current": ready, "total": total}.items()
         }
 
-    inside = progress(12, 12 + 21, 1)  # step 3 of the second epoch: 4 micro-batches a step, 21 an epoch
-    fit_progress_to_layout(inside, saved=(4, 21), present=(2, 11))
-    assert inside == progress(6, 6 + 11, 1)
-    finished = progress(21, 21, 1)
-    fit_progress_to_layout(finished, saved=(4, 21), present=(2, 11))
-    assert finished == progress(11, 11, 1)
-    in_window = progress(14, 14, 1)  # two micro-batches into step 3: they are done again
-    fit_progress_to_layout(in_window, saved=(4, 21), present=(4, 21))
-    assert in_window == progress(12, 12, 0)
+    inside = progress(12, 12 + 20, 1)  # step 3 of the second epoch: 4 micro-batches a step, 20 an epoch
+    fit_progress(inside, saved=(4, 20), present=(2, 10))
+    assert inside == progress(6, 6 + 10, 1)
+    finished = progress(20, 20, 1)
+    fit_progress(finished, saved=(4, 20), present=(2, 10))
+    assert finished == progress(10, 10, 1)
+    in_window = progress(14, 14 + 20, 1)  # two micro-batches into step 3: they are done again
+    fit_progress(in_window, saved=(4, 20), present=(4, 20))
+    assert in_window == progress(12, 12 + 20, 0)
 
 
 def test_validation_is_the_mean_over_tokens(store: str, tmp_path: Path) -> None:

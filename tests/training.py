@@ -29,7 +29,11 @@ class Recorder(Callback):
         self.norms: list[float] = []
         self.rates: list[float] = []
         self.rows: list[list[str]] = []
+        self.validations: list[int] = []
         self.steps: list[int] = []
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.validations.append(trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         real = [row for row, labels in zip(batch["input_ids"], batch["labels"], strict=True) if (labels >= 0).any()]
@@ -94,6 +98,7 @@ def fit(
         "rates": recorder.rates,
         "rows": recorder.rows,
         "steps": recorder.steps,
+        "validations": recorder.validations,
         "val_loss": float(trainer.callback_metrics["val/loss"]) if "val/loss" in trainer.callback_metrics else None,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "accumulation": trainer.accumulate_grad_batches,

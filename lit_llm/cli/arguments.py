@@ -74,6 +74,8 @@ def prepare_arguments(words: list[str]) -> Arguments:
         else:
             if section == "model":
                 result.given.add(path[0])
+            if (section, path) == ("data", ["store"]) and ": " in value and value.lstrip()[:1] not in ("{", '"', "'"):
+                original = [f"{name}={json.dumps(value)}"]  # a folder `a: b` is no mapping
             result.words += _nested(section, path, value) if len(path) > 1 and path[0] != "dict_kwargs" else original
     if rewritten:
         # Behind everything else, as it sums up what came before.

@@ -62,6 +62,7 @@ def run(args: Namespace) -> int:
 
     from lit_llm.checkpoint import load_model
     from lit_llm.generation import GenerationConfig
+    from lit_llm.generation.chat import until_turn_ends
 
     config = GenerationConfig(
         max_new_tokens=args.max_new_tokens,
@@ -79,6 +80,8 @@ def run(args: Namespace) -> int:
         _check_output(Path(args.output))
     device = None if args.device == "auto" else args.device
     model, tokenizer = load_model(args.source, device, None if args.dtype is None else getattr(torch, args.dtype))
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        config = until_turn_ends(config, model.config, tokenizer)
     if args.output is not None:
         count = _write(Path(args.output), model, tokenizer, prompts, config, args.batch_size)
         print(f"{count} completion{'s' if count != 1 else ''} in {args.output}")

@@ -187,6 +187,9 @@ class RunCLI(LightningCLI):
     def _dumped(self) -> str:
         config = self.config.clone()
         config["ckpt_path"] = None  # says where this process began, not what the run is
+        permission = "data.init_args.resume_with_other_data"  # given once, and not to every later resume
+        if permission in config:
+            config[permission] = False
         return self.parser.dump(config, skip_none=False)
 
     # The run

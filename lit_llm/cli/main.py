@@ -124,7 +124,9 @@ def _mistake(error: BaseException | None) -> str | None:
     """The line for the user if the error, or what caused it, is a mistake of theirs."""
     while error is not None:
         if isinstance(error, UserError):
-            return str(error)
+            # out of a loader's process it comes with its traceback as text
+            told = re.search(rf"{UserError.__module__}\.{UserError.__name__}: (.*)\Z", str(error), re.S)
+            return told.group(1) if told and "Original Traceback" in str(error) else str(error)
         # By name, as most commands never import Lightning.
         if type(error).__name__ == "MisconfigurationException" or _is_lightnings_own(error):
             return str(error)

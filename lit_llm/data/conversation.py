@@ -12,6 +12,10 @@ from lit_llm.data.chat_layout import ChatTemplate, Kind, Layout, Messages, Part,
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 
+_HIDDEN = UserError(
+    "the chat template leaves out what the assistant says: use one that writes every turn (a chat_template.jinja "
+    "beside the tokenizer)"
+)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -40,6 +44,8 @@ def encode_conversation(tokenizer: Tokenizer, messages: Messages) -> tuple[list[
     trained = np.zeros(len(ids), dtype=bool)
     for start, stop in spans:
         trained[start:stop] = True
+    if not spans or not any(stop > start for start, stop in spans):
+        raise _HIDDEN
     return ids, trained
 
 
@@ -137,6 +143,8 @@ def _by_prefixes(
                 "chat_template.jinja beside the tokenizer), or give every answer in a conversation of its own"
             )
         start, body, end, token = found
+        if whole and str(message["content"]).strip() and not text[body:end].strip():
+            raise _HIDDEN
         runs += [(Kind.TEMPLATE, text[at:start]), _aside(text[start:body]), (Kind.ANSWER, text[body:end])]
         runs += [(Kind.END, text[end:token]), (Kind.END_TOKEN, "")]
         at = token
@@ -158,7 +166,7 @@ def _answer(
 ) -> tuple[int, int, int, int] | None:
     """Where in the text the prompt, what stands before the answer, the answer and its end's text end."""
     try:
-        prompt = chat.render(messages[:index], True)
+        prompt = chat.render(messages[:index], True) if index else ""
         start = body = len(prompt)
         if start < at or not text.startswith(prompt):
             return None
@@ -177,6 +185,11 @@ def _answer(
     except UserError:
         return None
     end = part.end if part and text.endswith(part.end, body, stop) else ""
+    content = messages[index]["content"]
+    headless = not index or chat.render(messages[:index], False) == prompt
+    if headless and isinstance(content, str) and content.strip():
+        # a template without a header of its own to answer after writes that where the answer is looked for
+        body = max(body, text.find(content.strip(), body, stop - len(end)))
     return start, body, stop - len(end), stop
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -24,6 +24,7 @@ from lit_llm.errors import UserError
 
 BATCH_CHARACTERS = 1 << 19
 _WORKER_BYTES = 1 << 20  # a further process pays from about so much input on
+_HELD_CHARACTERS = 1 << 25  # of a text without a place to cut; the library takes some hundred bytes for each
 _CHECKED_CHARACTERS = 2048  # of each batch go through the slow engine too
 
 
@@ -78,7 +79,8 @@ def encode_all(items: Iterable[Item], tokenizer: Tokenizer, workers: int) -> Gen
         for _ in range(workers):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, ours, tokenizer), daemon=True)
-            process.start()
+            with _blocked_signals():  # a child must not run this process's handlers before it has its own
+                process.start()
             processes.append(process)
             theirs.close()  # so that the worker's death is the end of the stream
             idle.append(ours)
@@ -109,11 +111,15 @@ def encode_all(items: Iterable[Item], tokenizer: Tokenizer, workers: int) -> Gen
             "a tokenizing process was killed, perhaps for want of memory; use fewer --workers or shorter documents"
         ) from error
     finally:
-        for process in processes:
-            process.terminate()
-            process.join()
         for connection in (*idle, *busy):
             connection.close()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 # ------------------------------------------------------------------- batches
@@ -157,6 +163,11 @@ def _recut(items: Iterable[Item], tokenizer: Tokenizer) -> Iterator[Item]:
             cut = len(part) if ends else tokenizer.last_cut(part)
             if not cut and not ends:
                 held.append(part)
+                if len(held) > _HELD_CHARACTERS // BATCH_CHARACTERS:
+                    raise UserError(
+                        f"{item.source}: {_HELD_CHARACTERS >> 20} million characters without a place where this "
+                        "tokenizer's words surely end; break its lines, or split it into several documents"
+                    )
                 continue
             yield Document("".join([*held, part[:cut]]), item.source, size, begins, ends)
             held, size, begins = [] if ends else [part[cut:]], 0, ends
@@ -165,12 +176,28 @@ def _recut(items: Iterable[Item], tokenizer: Tokenizer) -> Iterator[Item]:
 
 # ------------------------------------------------------------------- one batch
 
+_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
 
 def _serve(connection: Connection, other_end: Connection, tokenizer: Tokenizer) -> None:
     """A worker's life: batches in, answers out, until the parent ends it or ends itself."""
     other_end.close()  # the copy here would hide the parent's end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with suppress(EOFError, ConnectionError):
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from lit_llm.data.lock import being_written, locked
 from lit_llm.data.tokenizer_json import CARRIED_FILES, TOKENIZER_FILE
@@ -23,7 +25,8 @@ def open_files(folder: str | Path) -> StoreFiles:
     """The files of the store in ``folder``, a local path or an address such as ``s3://bucket/store``."""
     if is_remote(folder):
         return RemoteFiles(str(folder))
-    return StoreFiles(str(folder).removeprefix("file://"))
+    name = str(folder)
+    return StoreFiles(unquote(urlsplit(name).path) if name.startswith("file://") else name)
 
 
 def is_remote(folder: str | Path) -> bool:
@@ -56,6 +59,8 @@ class StoreFiles:
             raise UserError(f"{what}; {way_out}") from error
         except OSError as error:
             raise UserError(f"cannot read {self.name}/{META_FILE}: {error.strerror or error}") from error
+        except UserError:
+            raise
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.name}/{META_FILE} is not JSON ({error}); {way_out}") from error
 
@@ -126,15 +131,27 @@ class RemoteFiles(StoreFiles):
 
     def path(self, name: str) -> Path:
         local = self.cache / name
-        if not local.exists():
+        if not self._whole(local):
             with locked(local, wait=True):
-                if not local.exists():
+                if not self._whole(local):
                     self._fetch(name, local)
         return local
 
+    def _whole(self, local: Path) -> bool:
+        """Whether a copy is there and, as far as meta.json says how long it is, of that length."""
+        wanted = self._sizes().get(local.name)
+        return local.exists() and (wanted is None or local.stat().st_size == wanted)
+
+    def _sizes(self) -> dict[str, int]:
+        try:
+            width = 2 if self.meta["dtype"] == "uint16" else 4
+            return {s["file"]: s["tokens"] * width for split in self.meta["splits"].values() for s in split["shards"]}
+        except (KeyError, TypeError, AttributeError):
+            return {}
+
     def size(self, name: str) -> int:
         local = self.cache / name
-        if local.exists():
+        if self._whole(local):
             return local.stat().st_size
         return int(self._ask("info", name)["size"])
 
@@ -151,9 +168,7 @@ class RemoteFiles(StoreFiles):
             print(f"fetching {self.name}/{name} ({size / 1e9:.1f} GB) into {self.cache}", file=sys.stderr, flush=True)
         try:
             self._ask("get_file", name, str(part))
-            wanted = self._checksums().get(name)
-            if wanted is not None and _sha256(part) != wanted:
-                raise UserError(f"{self.name}/{name}: its checksum differs from {META_FILE}; {_DAMAGED}")
+            self._refuse_changed(part, name)
             os.replace(part, local)
         except OSError as error:
             raise UserError(
@@ -163,6 +178,18 @@ class RemoteFiles(StoreFiles):
         finally:
             with suppress(OSError):
                 part.unlink()
+
+    def _refuse_changed(self, part: Path, name: str) -> None:
+        wanted = self._checksums().get(name)
+        if wanted is not None and _sha256(part) != wanted:
+            raise UserError(f"{self.name}/{name}: its checksum differs from {META_FILE}; {_DAMAGED}")
+
+    def checksum(self, name: str) -> str:
+        path = self.path(name)
+        digest = _sha256(path)
+        if digest != self._checksums().get(name, digest):
+            raise UserError(f"{path}, a copy of {self.name}/{name}, was changed; delete it, and it is fetched anew")
+        return digest
 
     def _checksums(self) -> dict[str, str]:
         from lit_llm.data.store import checksums
@@ -178,10 +205,10 @@ class RemoteFiles(StoreFiles):
             return getattr(system, what)(f"{root}/{name}", *more)
         except FileNotFoundError as error:
             raise UserError(f"{self.name}/{name} is not there; {_DAMAGED}") from error
-        except OSError:
-            raise
         except Exception as error:  # each file system has errors of its own
-            raise UserError(f"cannot read {self.name}/{name}: {error}") from error
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise UserError(f"cannot read {self.name}/{name}: {error}; see that it can be reached and read") from error
 
     def _read_meta(self) -> bytes:
         system, root = self._system

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,9 @@ class LengthHistogram:
         return table
 
     def save(self, path: Path, title: str) -> None:
-        """Draws it into a picture; the suffix says which kind (.png, .svg, .pdf). UserError without matplotlib."""
+        """Draws it into a picture; the suffix says which kind. UserError without matplotlib, or where that can't be."""
+        if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
+            raise UserError(f"cannot write the picture {path}: give a .png, .svg or .pdf in a folder that exists")
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -64,7 +67,8 @@ class LengthHistogram:
         axes = figure.add_subplot()
         axes.bar(range(len(rows)), [count for _, count in rows])
         axes.set_xticks(range(len(rows)), [label for label, _ in rows], rotation=45, ha="right", fontsize=8)
-        axes.set(xlabel="tokens in a document", ylabel="documents", title=title)
+        axes.set(xlabel="tokens in a document", ylabel="documents")
+        axes.set_title(title, parse_math=False)  # a name may hold a $
         part = path.with_name(f".{path.stem}.part{path.suffix}")
         try:
             figure.savefig(part, dpi=150)
@@ -72,7 +76,8 @@ class LengthHistogram:
         except (OSError, ValueError) as error:
             raise UserError(f"cannot write the picture {path}: {error}") from error
         finally:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
 
 def _label(b: int) -> str:

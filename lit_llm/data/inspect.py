@@ -20,6 +20,7 @@ from lit_llm.data.order import permute, round_keys
 from lit_llm.data.packing import best_fit
 from lit_llm.data.rows import PackedRows, TokenRows
 from lit_llm.data.store import TokenStore
+from lit_llm.data.summary import megabytes
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 
@@ -55,28 +56,33 @@ def sample_rows(
     order = permute(np.arange(min(samples, len(rows))), len(rows), round_keys("inspect", seed))
     for row in order.tolist():
         batch = {name: values[0] for name, values in rows[np.array([row])].items() if name in _SHOWN}
-        yield row, _render(batch, tokenizer, isinstance(rows, PackedRows), marks)
+        real = None if isinstance(rows, PackedRows) else min(store.num_tokens - row * rows.seq_len, rows.seq_len)
+        yield row, _render(batch, tokenizer, real, marks)
 
 
 _SHOWN = ("input_ids", "labels", "document_ids")
 
 
-def _render(row: dict[str, Any], tokenizer: Tokenizer, padding: bool, marks: tuple[str, str]) -> Text:
+def _render(row: dict[str, Any], tokenizer: Tokenizer, real: int | None, marks: tuple[str, str]) -> Text:
+    """A row as text. ``real``: how many of its tokens are not padding; None: what stands behind the last document."""
     ids, labels, documents = row["input_ids"], row["labels"], row["document_ids"]
     trained = np.append(False, labels[:-1] >= 0)  # the token at t is the label at t - 1
     text = Text()
     changes = (trained[1:] != trained[:-1]) | (documents[1:] != documents[:-1])
     borders = [0, *(np.flatnonzero(changes) + 1).tolist(), len(ids)]
     last = int(documents[-1])
-    # behind the last document of a packed row stands nothing but EOS without labels
-    filled = padding and bool((ids[documents == last] == tokenizer.eos_token_id).all()) and not trained[-1]
+    if real is None:
+        # behind the last document of a packed row stands nothing but EOS without labels
+        filled = bool((ids[documents == last] == tokenizer.eos_token_id).all()) and not trained[-1]
+        real = int(np.flatnonzero(documents == last)[0]) if filled else len(ids)
+    borders = sorted({*borders, real})
     for start, stop in zip(borders, borders[1:], strict=False):
         begins = start == 0 or documents[start] != documents[start - 1]
-        if filled and documents[start] == last:
+        if start >= real:
             text.append(f"\n── {stop - start} tokens of padding", style="dim")
             break
         if begins:
-            length = int((documents == documents[start]).sum())
+            length = int((documents[:real] == documents[start]).sum())
             text.append(f"{'' if start == 0 else chr(10)}── document, {length} tokens of it ──\n", style="dim cyan")
         piece = tokenizer.decode(ids[start:stop], skip_special_tokens=False)
         if trained[start]:
@@ -117,11 +123,11 @@ def run(args: Namespace) -> int:
     console = Console(markup=False, highlight=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("split")
-    for name in ("documents", "tokens", "trained tokens", "MB of text"):
+    for name in ("documents", "tokens", "trained tokens", "text"):
         table.add_column(name, justify="right")
     for split, n in counts(args.store).items():
-        size = f"{n['bytes'] / 1e6:,.2f}"
-        table.add_row(split, f"{n['documents']:,}", f"{n['tokens']:,}", f"{n['trained']:,}", size)
+        cells = (f"{n[name]:,}" for name in ("documents", "tokens", "trained"))
+        table.add_row(split, *cells, megabytes(n["bytes"]))
     console.print(table)
     console.print(
         f"tokenizer: {store.vocab_size:,} ids, EOS {store.tokenizer.eos_token!r}; ids as {store.dtype.name}\n"
@@ -131,12 +137,13 @@ def run(args: Namespace) -> int:
     console.print(histogram)
     packing = best_fit(lengths, args.seq_len, long="cut" if store.has_trained else "split")
     console.print(
-        f"\nrows of {args.seq_len}: contiguous {store.num_tokens // args.seq_len:,} (100% full), best_fit "
+        f"\nrows of {args.seq_len}: contiguous {store.num_tokens // args.seq_len:,}, best_fit "
         f"{packing.num_rows:,} ({packing.fill_rate:.1%} full"
         + (f"; {packing.cut_documents:,} chats are longer, cut there)" if packing.cut_documents else ")")
     )
     packed = args.packing == "best_fit" or (args.packing == "auto" and store.has_trained)
-    rows = PackedRows(store, args.seq_len) if packed else TokenRows(store, args.seq_len, pad_last=True)
+    short = store.num_tokens < args.seq_len
+    rows = PackedRows(store, args.seq_len) if packed else TokenRows(store, args.seq_len, pad_last=short)
     marks = ("", "") if console.color_system else ("⟦", "⟧")  # no colour in a file or a pipe
     for row, text in sample_rows(store, rows, args.samples, args.seed, marks):
         console.print(Rule(f"row {row:,} of {len(rows):,}", align="left"))
@@ -150,9 +157,9 @@ def run(args: Namespace) -> int:
     try:
         histogram.save(picture, title)
     except UserError as error:
-        if args.picture is not None or "matplotlib" not in str(error):
+        if args.picture is not None:
             raise
-        console.print(f"no picture: {error}")
+        console.print(f"no picture: {error}", soft_wrap=True)  # the folder may be for reading only
     else:
         console.print(f"picture: {picture}", soft_wrap=True)
     return 0

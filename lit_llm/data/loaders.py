@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from lit_llm.data.mixed_rows import MixedRows
-from lit_llm.data.order import EvalOrder, StepSource, TrainOrder
+from lit_llm.data.order import EvalOrder, PositionSource, TrainOrder
 from lit_llm.data.prompts import Prompt
 from lit_llm.data.rows import PackedRows, TokenRows
 
@@ -46,12 +46,13 @@ class _BatchSampler(DistributedSampler, SequentialSampler):
 class TrainSampler(_BatchSampler):
     """This rank's micro-batches, from the step on that comes next."""
 
-    def __init__(self, rows: Rows, order: TrainOrder, next_step: StepSource, endless: Any) -> None:
+    def __init__(self, rows: Rows, order: TrainOrder, next_position: PositionSource, endless: Any) -> None:
         super().__init__(rows, order.num_replicas, order.rank, shuffle=False)  # type: ignore[arg-type]
-        self.order, self._next_step, self._endless = order, next_step, endless
+        self.order, self._next_position, self._endless = order, next_position, endless
 
     def __iter__(self) -> Iterator[Any]:
-        return self.order.epoch_from(self._next_step(), endless=self._endless())
+        step, begun = self._next_position()
+        return self.order.epoch_from(step, endless=self._endless(), begun=begun)
 
     def __len__(self) -> int:
         return self.order.micro_batches_per_epoch

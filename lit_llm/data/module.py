@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_llm.data.loaders import EvalSampler, PromptBatches, Rows, TokenLoader, TrainSampler, to_tensors
@@ -17,14 +17,14 @@ from lit_llm.data.mixed_rows import MixedRows
 from lit_llm.data.mixture import Mixture
 from lit_llm.data.order import EvalOrder, TrainOrder
 from lit_llm.data.prompts import read_prompts
-from lit_llm.data.resume import fit_progress_to_layout, fit_progress_to_step
+from lit_llm.data.resume import fit_progress
 from lit_llm.data.rows import PackedRows, TokenRows
 from lit_llm.data.store import TokenStore
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 
 _PACKINGS = ("auto", "contiguous", "best_fit")
-_NAMES = {"stores": "the stores' content", "shares": "the mixture's weights"}
+_NAMES = {"stores": "the stores' content or order", "shares": "the mixture's weights"}
 
 
 class TokenDataModule(L.LightningDataModule):
@@ -36,7 +36,8 @@ class TokenDataModule(L.LightningDataModule):
 
     Args:
         store: folder that ``lit-llm prepare`` wrote, or an address of fsspec's such as ``s3://bucket/store``; or a
-            mapping of several to weights, whose rows are mixed in these proportions. Needed for all but predict.
+            mapping of several to weights, whose rows are mixed in these proportions; their order counts for the order
+            of the rows. Needed for all but predict.
         seq_len: tokens in a row.
         global_batch_size: rows of an optimizer step over all ranks; accumulation is derived from it.
         micro_batch_size: rows that a rank computes at once; None: its whole share of the global batch.
@@ -83,7 +84,7 @@ class TokenDataModule(L.LightningDataModule):
         if packing == "best_fit" and not isolate_documents:
             raise UserError("data.packing best_fit keeps documents apart; set data.isolate_documents true")
         if isinstance(store, Mapping):
-            self.store: dict[str, float] | str | None = {os.fspath(folder): w for folder, w in store.items()}
+            self.store: dict[str, float] | str | None = {str(folder): weight for folder, weight in store.items()}
             self._folders = list(self.store)
             self._mixture: Mixture | None = Mixture(list(self.store.values()), self._folders)
         else:
@@ -116,12 +117,17 @@ class TokenDataModule(L.LightningDataModule):
         return self._any_store().tokenizer if self._folders else None
 
     @property
-    def source_names(self) -> list[str]:
-        """What the stores of a mixture are called in logs, in the order of ``source_ids``; [] for a single store."""
+    def sources(self) -> list[tuple[str, str]]:
+        """The stores of a mixture in the order of ``source_ids``: what each is called in logs, and a mark of its
+        content; [] for a single store."""
         if self._mixture is None:
             return []
         short = [PurePosixPath(folder).name or folder for folder in self._folders]
-        return short if len(set(short)) == len(short) else self._folders
+        names = short if len(set(short)) == len(short) else self._folders
+        marks = [self._open(folder, "train").fingerprint for folder in self._folders]
+        return [
+            (name, f"{mark}/{marks[:i].count(mark)}") for i, (name, mark) in enumerate(zip(names, marks, strict=True))
+        ]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -149,7 +155,7 @@ class TokenDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Micro-batches of this rank, from the Trainer's current optimizer step on."""
         assert self._order is not None
-        sampler = TrainSampler(self._rows["train"], self._order, self._next_step, self._epochs_are_cut)
+        sampler = TrainSampler(self._rows["train"], self._order, self._next_position, self._epochs_are_cut)
         return self._loader(self._rows["train"], sampler, persistent=True)
 
     def val_dataloader(self) -> DataLoader | list[Any]:
@@ -170,14 +176,13 @@ class TokenDataModule(L.LightningDataModule):
         """What a resumed run is compared with; the position itself is a function of the optimizer step."""
         if self._order is None:
             return {}
-        step = self._completed_steps() + self._step_offset
         return {
             **self._identity(),
             "global_batch_size": self.global_batch_size,
-            "samples": self._order.samples_before(step),
+            "samples": self._order.samples_before(self._next_position()[0]),
             "step_offset": self._step_offset,
             "micro_batches_per_step": self._order.accumulation,
-            "micro_batches_per_epoch": self._order.micro_batches_per_epoch,
+            "micro_batches_per_epoch": self._epoch_length(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,19 +203,28 @@ class TokenDataModule(L.LightningDataModule):
                     "data.resume_with_other_data true to go on with this"
                 )
             where = "from its beginning" if changed else "after the samples seen so far"
-            rank_zero_warn(f"resuming with other data ({', '.join(what)}), {where}")
+            rank_zero_info(f"resuming with other data ({', '.join(what)}), {where}")
         checkpoint = self.trainer._checkpoint_connector._loaded_checkpoint
         self._step_offset = state_dict.get("step_offset", 0)
         loops = checkpoint.get("loops", {}).get("fit_loop")
-        present = (self._order.accumulation, self._order.micro_batches_per_epoch)
-        if changed or batch[0] != batch[1]:
-            step = 0 if changed else self._order.step_after(state_dict["samples"])
-            self._step_offset = step - checkpoint["global_step"]
-            if loops is not None:
-                fit_progress_to_step(loops["epoch_loop.batch_progress"], step, present)
-        elif loops is not None:
-            saved = (state_dict["micro_batches_per_step"], state_dict["micro_batches_per_epoch"])
-            fit_progress_to_layout(loops["epoch_loop.batch_progress"], saved, present)
+        if loops is None:
+            return
+        progress = loops["epoch_loop.batch_progress"]
+        saved = (state_dict["micro_batches_per_step"], state_dict["micro_batches_per_epoch"])
+        present = (self._order.accumulation, self._epoch_length())
+        if not changed and batch[0] == batch[1]:
+            if saved != present or self._counts_in_steps():
+                fit_progress(progress, saved, present)
+            return
+        step = 0 if changed else self._order.step_after(state_dict["samples"])
+        # Where an epoch is cut, Lightning's place in it is not the data's: the same share of the epoch is done then.
+        steps = step % self._order.steps_per_epoch
+        if self._epochs_are_cut():
+            samples = 0 if changed else progress["current"]["ready"] // saved[0] * batch[0]
+            steps = min(samples // self.global_batch_size, present[1] // present[0] - 1)
+        fit_progress(progress, saved, present, steps=steps, total_steps=step)
+        done = checkpoint["global_step"] if self._counts_in_steps() else progress["total"]["ready"] // present[0]
+        self._step_offset = step - done
 
     # Inside
 
@@ -231,8 +245,10 @@ class TokenDataModule(L.LightningDataModule):
         self._step_offset = 0
         accumulation = self._order.accumulation
         self._count_in_micro_batches(trainer, accumulation)
-        for folder, part in zip(self._folders, parts, strict=True):
-            rank_zero_info(f"data: {folder}: {part.describe()}")
+        shares = [1.0] if self._mixture is None else self._mixture.shares / self._mixture.period
+        for folder, part, share in zip(self._folders, parts, shares, strict=True):
+            mixed = f"; {share:.2%} of all rows, {share * len(rows) / len(part):.2f} of its epochs in one of the whole"
+            rank_zero_info(f"data: {folder}: {part.describe()}{mixed if self._mixture else ''}")
         rank_zero_info(
             f"data: {self._order.steps_per_epoch:,} steps an epoch of {self.global_batch_size} rows = {micro} x "
             f"{replicas} rank{'s' if replicas > 1 else ''} x {accumulation} micro-batches"
@@ -324,12 +340,13 @@ class TokenDataModule(L.LightningDataModule):
 
     def _identity(self) -> dict[str, Any]:
         """What makes two runs' data the same, whatever the layout."""
+        stores = [self._open(folder, "train") for folder in self._folders]
         return {
             "seed": self.seed,
             "seq_len": self.seq_len,
             "isolate_documents": self.isolate_documents,
-            "packing": self.packing,
-            "stores": [self._open(folder, "train").fingerprint for folder in self._folders],
+            "packing": ["best_fit" if self._packed(store) else "contiguous" for store in stores],
+            "stores": [store.fingerprint for store in stores],
             "shares": None if self._mixture is None else self._mixture.shares.tolist(),
         }
 
@@ -339,6 +356,8 @@ class TokenDataModule(L.LightningDataModule):
         return self._loader(rows, EvalSampler(rows, EvalOrder(len(rows), micro, rank, replicas)), persistent=False)
 
     def _loader(self, rows: Rows, sampler: DistributedSampler, persistent: bool) -> DataLoader:
+        for store in self._stores.values():
+            store.prefetch()  # here and not in a worker, as connections do not survive a fork
         pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         # batch_size=None: the sampler's items are whole micro-batches, gathered at once by TokenRows.
         return TokenLoader(
@@ -355,24 +374,44 @@ class TokenDataModule(L.LightningDataModule):
         kwargs = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (kwargs["rank"], kwargs["num_replicas"]) if kwargs else (0, 1)
 
+    def _epoch_length(self) -> int:
+        """Micro-batches of an epoch as Lightning runs it."""
+        assert self._order is not None
+        assert self.trainer is not None
+        limit = self.trainer.limit_train_batches
+        full = self._order.micro_batches_per_epoch
+        return min(limit, full) if isinstance(limit, int) else full
+
+    def _counts_in_steps(self) -> bool:
+        """Whether a global batch is an optimizer step: with manual optimization a module takes any number of them."""
+        assert self.trainer is not None
+        return self.trainer.lightning_module.automatic_optimization
+
     def _completed_steps(self) -> int:
         return 0 if self.trainer is None else self.trainer.global_step
 
-    def _next_step(self) -> int:
-        """The step whose rows come next; always the first when Lightning overfits a few batches."""
+    def _next_position(self) -> tuple[int, int]:
+        """The step of the order whose rows come next, and how many of its micro-batches are done already."""
         trainer = self.trainer
-        if trainer is None or getattr(trainer, "overfit_batches", False):
-            return 0
-        if trainer.lightning_module.automatic_optimization:
-            return self._completed_steps() + self._step_offset
-        # With manual optimization any number of optimizer steps may be taken in a micro-batch.
+        if trainer is None:
+            return 0, 0
         assert self._order is not None
-        return trainer.fit_loop.epoch_loop.batch_progress.total.ready // self._order.accumulation + self._step_offset
+        accumulation = self._order.accumulation
+        if getattr(trainer, "overfit_batches", False):  # the same few steps again and again
+            return self._completed_steps() % max(1, self._epoch_length() // accumulation), 0
+        if self._counts_in_steps():
+            return self._completed_steps() + self._step_offset, 0
+        step, begun = divmod(trainer.fit_loop.epoch_loop.batch_progress.total.ready, accumulation)
+        return step + self._step_offset, begun
 
     def _epochs_are_cut(self) -> bool:
         return self.trainer is not None and self.trainer.limit_train_batches != 1.0
 
 
 def _short(value: Any) -> str:
-    text = ", ".join(str(v)[:8] for v in value) if isinstance(value, list) else str(value)
+    text = (
+        ", ".join(v[:8] if isinstance(v, str) and len(v) == 64 else str(v) for v in value)
+        if isinstance(value, list)
+        else str(value)
+    )
     return text if len(text) <= 60 else text[:57] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -32,6 +33,11 @@ def new_folder(target: Path) -> Iterator[Path]:
             being written by another process.
     """
     target = Path(os.path.realpath(target))
+    if os.path.ismount(target):
+        raise UserError(
+            f"{target} is a mount point, which cannot be replaced as a whole; choose a folder in it, such as "
+            f"{target / 'store'}"
+        )
     _check_target(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,10 +64,10 @@ def _filled(folder: Path, target: Path) -> Iterator[None]:
             _sync(folder)
             _swap(folder, target)
         except OSError as error:
-            raise UserError(
-                f"writing {target} failed: {_reason(error)}; free some space or choose another --output, nothing was "
-                "changed"
-            ) from error
+            way_out = "free some space or choose another --output"
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN):
+                way_out = "use fewer --workers, or raise the limit of open files and processes (ulimit -n, -u)"
+            raise UserError(f"writing {target} failed: {_reason(error)}; {way_out}, nothing was changed") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

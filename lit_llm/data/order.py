@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -65,6 +66,8 @@ def _shuffled(first: int, stop: int, n: int, *key: int) -> np.ndarray:
 
     A call costs much more than its numbers: a batch of 8 would take seven times as long as to gather its rows.
     """
+    if n == 1:
+        return np.zeros(stop - first, np.int64)
     parts = []
     while first < stop:
         number, begin = divmod(first, _CHUNK)
@@ -74,7 +77,7 @@ def _shuffled(first: int, stop: int, n: int, *key: int) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _chunk(number: int, n: int, key: tuple[int, ...]) -> np.ndarray:
     places = np.arange(number * _CHUNK, min((number + 1) * _CHUNK, n))
     chunk = permute(places, n, round_keys("order", *key))
@@ -176,12 +179,13 @@ class TrainOrder:
             part = samples[first : first + self.micro_batch_size]
             yield part if len(part) else np.array([-1])
 
-    def epoch_from(self, step: int, endless: bool = False) -> Iterator[np.ndarray]:
-        """Micro-batches from optimizer step ``step`` to the end of its epoch, or on through the epochs after it."""
+    def epoch_from(self, step: int, endless: bool = False, begun: int = 0) -> Iterator[np.ndarray]:
+        """Micro-batches from optimizer step ``step`` (``begun`` of its own left out) to the end of its epoch, or on
+        through the epochs after it."""
         end = None if endless else (step // self.steps_per_epoch + 1) * self.steps_per_epoch
         while end is None or step < end:
-            yield from self.micro_batches(step)
-            step += 1
+            yield from islice(self.micro_batches(step), begun, None)
+            step, begun = step + 1, 0
 
 
 @dataclass(frozen=True)
@@ -203,4 +207,4 @@ class EvalOrder:
             yield part if len(part) else np.array([-1])
 
 
-StepSource = Callable[[], int]
+PositionSource = Callable[[], tuple[int, int]]

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
 from shutil import copyfileobj
@@ -22,6 +23,7 @@ from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from lit_llm.data.conversation import turn_end_ids
 from lit_llm.data.document import Conversation, Item
 from lit_llm.data.encode import EngineMismatch, default_workers, encode_all
 from lit_llm.data.histogram import LengthHistogram
@@ -29,7 +31,7 @@ from lit_llm.data.new_folder import new_folder
 from lit_llm.data.progress import ProgressBar
 from lit_llm.data.sources import STDIN, Listing, SourceFile, list_files, read_items
 from lit_llm.data.splits import draw, write_splits
-from lit_llm.data.store import TokenStore, read_meta
+from lit_llm.data.store import TokenStore, fingerprint, read_meta
 from lit_llm.data.summary import Summary
 from lit_llm.data.tokenizer import Tokenizer, check_vocab_size, train_tokenizer
 from lit_llm.data.tokenizer_json import CONFIG_FILE
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 8192
 VAL_FRACTION = 0.02
+MAX_WORKERS = 256
 TRAIN_BYTES = 100_000_000  # a tokenizer learns from a sample of at most about so much text
 _PIECE = 1 << 18  # characters of a document that are taken into that sample, or not, together
 
@@ -85,8 +88,8 @@ def prepare(
     begin = perf_counter()
     if not 0 <= val_fraction < 1:
         raise UserError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
-    if workers is not None and workers < 1:
-        raise UserError(f"workers must be at least 1, not {workers}")
+    if workers is not None and not 1 <= workers <= MAX_WORKERS:
+        raise UserError(f"workers must be at least 1 and at most {MAX_WORKERS}, not {workers}")
     if shard_bytes < 4:
         raise UserError(f"shard_bytes must be at least 4, the bytes of an id, not {shard_bytes}")
     given = tokenizer if tokenizer is None or isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
@@ -138,6 +141,12 @@ def prepare(
         notes.append(
             "no validation split: there is no document to spare for it; give more, or validate on another store"
         )
+    chats = tuple(name for name, split in meta["splits"].items() if split["chats"])
+    if chats and not turn_end_ids(given):
+        notes.append(
+            "the tokenizer has no control token that ends a turn: ChatML's marks are written as plain text, which "
+            "takes many tokens; give a tokenizer with a chat template, or train one (without --tokenizer)"
+        )
     splits = {
         name: {key: split[key] for key in ("documents", "tokens", "bytes")} for name, split in meta["splits"].items()
     }
@@ -153,6 +162,7 @@ def prepare(
         seconds=perf_counter() - begin,
         engine=given.engine,
         lengths=lengths,
+        chats=chats,
         notes=tuple(notes),
     )
 
@@ -220,15 +230,23 @@ def check(folder: str | Path) -> list[str]:
     """
     meta = read_meta(folder)
     problems = []
-    for split in sorted(meta.get("splits", {})):
+    splits = meta.get("splits")
+    if not isinstance(splits, dict) or not splits:
+        return [f"{folder}: meta.json names no split; prepare the store anew"]
+    for split in sorted(splits):
         try:
             store = TokenStore(folder, split)
             problems += store.problems()
-            if not problems:
-                _ = store.tokenizer
+            if not problems and (store.tokenizer.eos_token_id, store.tokenizer.bos_token_id) != (
+                store.eos_token_id,
+                store.bos_token_id,
+            ):
+                problems.append(f"{folder}: meta.json has other EOS and BOS than its tokenizer; prepare the store anew")
         except UserError as error:
             problems.append(str(error))
-    return problems if meta.get("splits") else [f"{folder}: meta.json names no split; prepare the store anew"]
+    if not problems and meta.get("fingerprint") != fingerprint(meta):
+        problems.append(f"{folder}: meta.json was changed, its fingerprint is another; prepare the store anew")
+    return problems
 
 
 # ------------------------------------------------------------------- command line
@@ -321,5 +339,13 @@ def run(args: Namespace) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
-    Console().print(summary, soft_wrap=True)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the bars of the histogram in a terminal that knows no such
+    try:
+        Console().print(summary, soft_wrap=True)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"wrote {summary.output}, but not this summary: {error.strerror}", file=sys.stderr)
     return 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_llm.data.records import ROLES
 from lit_llm.errors import UserError
 
 Prompt = str | list[dict[str, str]]
@@ -62,8 +63,19 @@ def _from_json(line: str, place: str) -> Prompt:
             return record["prompt"]
         messages = record.get("messages")
         if isinstance(messages, list) and messages and all(_is_message(m) for m in messages):
+            _check_turns(messages, place)
             return messages
     raise UserError(f'{place} has neither "prompt" (a text) nor "messages" (a list of {{"role", "content"}} objects)')
+
+
+def _check_turns(messages: list[dict[str, str]], place: str) -> None:
+    for number, message in enumerate(messages, 1):
+        if message["role"] not in ROLES:
+            raise UserError(
+                f"{place}: message {number} has the unknown role {message['role']!r}; known are {', '.join(ROLES)}"
+            )
+    if messages[-1]["role"] == "assistant":
+        raise UserError(f"{place} ends with the assistant's turn, which is what is asked for: leave that one out")
 
 
 def _is_message(message: Any) -> bool:

@@ -130,6 +130,7 @@ def read_python(file: SourceFile, text_key: str, skipped: Counter[str]) -> Itera
             text = _decode(content, file.name)
         else:
             text = content.decode(encoding)
+            text.encode()  # some encodings can say half a surrogate pair
     except (SyntaxError, LookupError, ValueError):  # no or another encoding than it says
         if file.lenient:
             skipped[UNDECODABLE] += 1
@@ -157,7 +158,8 @@ def read_jsonl(file: SourceFile, text_key: str, skipped: Counter[str]) -> Iterat
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{source}: not JSON: {error}") from error
+                said = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise UserError(f"{source}: not JSON: {said}; mend the line or drop it") from error
             if not isinstance(record, dict):
                 raise UserError(f"{source}: a line must be a JSON object, not {line.strip():.40}")
             half = "\\ud" in line or "\\uD" in line  # only an escape can make half a character
@@ -189,6 +191,10 @@ def read_csv(file: SourceFile, text_key: str, skipped: Counter[str]) -> Iterator
             try:
                 row = next(rows, None)
             except csv.Error as error:
+                if "new-line character" in str(error):
+                    raise UserError(
+                        f"{source}: its lines end in a carriage return alone; convert the file by `tr '\\r' '\\n'`"
+                    ) from error
                 raise UserError(
                     f"{source}: not CSV: {error}; is a quote in the row that starts there wrong?"
                 ) from error

@@ -11,6 +11,7 @@ from lit_llm.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EMPTY_ANSWER = "conversations with an empty answer"
+ASIDE = "chats whose record has a text too (--text_key messages takes them)"
 
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 # In the order in which they are looked for: the keys that make a record a conversation.
@@ -29,7 +30,8 @@ def record_item(
 ) -> Item | None:
     """What ``record`` says; None (counted in ``skipped``) for a conversation in which an answer is blank.
 
-    The first of these that is there counts: the text under ``text_key``; ``messages``, a list of
+    The first of these that is there counts: the text under ``text_key`` (with ``messages`` beside it these are counted
+    in ``skipped``; ``text_key`` may be "messages" itself); ``messages``, a list of
     ``{"role", "content"}``; ``conversations``, the same or ShareGPT's ``{"from", "value"}``; ``prompt`` and
     ``completion`` (each a string, or a list of messages); Alpaca's ``instruction`` and ``output``, with ``input`` put
     below the instruction after a blank line. A ``system`` text beside ``conversations`` or ``instruction`` becomes the
@@ -44,8 +46,11 @@ def record_item(
     Raises:
         UserError: no key of the above; a text, role or content that is none; no message or no assistant's turn.
     """
-    if text_key in record:
+    has_text = record.get(text_key) is not None or (text_key in record and chat_keys(record) is None)
+    if has_text and not (text_key == "messages" and isinstance(record[text_key], list)):
         text = record[text_key]
+        if text_key != "messages" and isinstance(record.get("messages"), list):
+            skipped[ASIDE] += 1
         if not isinstance(text, str):
             raise UserError(f"{source}: {text_key!r} must be text, it is {_kind(text)}; drop the line or mend it")
         if half_characters:
@@ -84,9 +89,7 @@ def chat_keys(record: Mapping[str, Any]) -> tuple[str, ...] | None:
 def columns(names: Iterable[str], text_key: str) -> list[str]:
     """Those of a table's columns ``names`` that ``record_item`` looks at; all, where it finds nothing in them."""
     names = list(dict.fromkeys(names))
-    if text_key in names:
-        return [text_key]
-    wanted = {key for keys in _CHAT_KEYS if set(keys) <= set(names) for key in (*keys, *_EXTRA_KEYS)}
+    wanted = {text_key} | {key for keys in _CHAT_KEYS if set(keys) <= set(names) for key in (*keys, *_EXTRA_KEYS)}
     return [name for name in names if name in wanted] or names
 
 
@@ -149,7 +152,10 @@ def _turns(record: Mapping[str, Any], key: str, source: str, what: str) -> list[
         if role not in ROLES:
             said = "no role" if role is None else f"unknown role {role!r}"
             raise UserError(f"{where}: {said}; known are {', '.join(ROLES)}: rename it or drop the record")
-        messages.append({"role": role, "content": _content(turn.get(content_key), f"{where}: {content_key!r}")})
+        content = turn.get(content_key)
+        if content is None and role == "assistant" and turn.get("tool_calls"):
+            content = ""  # it calls a tool and says nothing
+        messages.append({"role": role, "content": _content(content, f"{where}: {content_key!r}")})
     return messages
 
 

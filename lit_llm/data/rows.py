@@ -131,6 +131,15 @@ class PackedRows:
     def __init__(self, store: TokenStore, seq_len: int, byte_lengths: np.ndarray | None = None) -> None:
         self.store, self.seq_len, self.byte_lengths = store, seq_len, byte_lengths
         self.packing = best_fit(np.diff(store.offsets), seq_len, long="cut" if store.has_trained else "split")
+        if self.packing.cut_documents == len(store) and not self._any_trained():
+            raise UserError(
+                f"data.seq_len {seq_len} is too short: every chat of {store.folder} ({store.split}) is cut before the "
+                "assistant says anything; raise it"
+            )
+
+    def _any_trained(self) -> bool:
+        # the first token of a conversation is no label, nor is what is behind the cut but for one
+        return any(self.store.trained(start + 1, start + self.seq_len + 1).any() for start in self.packing.piece_start)
 
     def __len__(self) -> int:
         return self.packing.num_rows

@@ -20,6 +20,7 @@ from lit_llm.data.document import Conversation, Document, Item
 from lit_llm.data.hub import hub_file
 from lit_llm.data.readers import HUB, UNDECODABLE, SourceFile, known_suffixes, read_lines, reader_of
 from lit_llm.data.records import EMPTY_ANSWER
+from lit_llm.data.store import FORMAT, META_FILE
 from lit_llm.errors import UserError
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 PYTHON_STDLIB = "python-stdlib"
+_BLANK_PARTS = 16  # a longer beginning of white space counts as text
 _INPUTS = f"files, folders, quoted globs, {STDIN} for stdin, {HUB}NAME for a Hugging Face data set, or {PYTHON_STDLIB}"
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -51,6 +53,7 @@ HIDDEN = "hidden"
 OTHER_SUFFIX = "of another kind"
 TWICE = "named twice"
 LINKED = "linked folders"
+STORES = "token stores"
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def _with_text(items: Iterable[Item], skipped: Counter[str]) -> Iterator[Item]:
     """``items`` without the documents that are blank; blank parts wait until their document shows text."""
     waiting: list[Document] = []
     for item in items:
-        if isinstance(item, Document) and (item.begins or waiting) and (not item.text or item.text.isspace()):
+        blank = isinstance(item, Document) and (item.begins or waiting) and (not item.text or item.text.isspace())
+        if isinstance(item, Document) and blank and len(waiting) < _BLANK_PARTS:
             waiting.append(item)
             if item.ends:
                 skipped[EMPTY] += 1
@@ -167,6 +171,10 @@ def _expand(entry: str, skipped: Counter[str]) -> list[SourceFile]:
         return [_source_file(path)]
     elif entry and glob.escape(entry) != entry:
         matches = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]
+        if "**" in entry:
+            start = Path(entry.split("**")[0] or ".")
+            skipped[LINKED] += sum(_below_a_link(m, start) and os.path.isfile(m) for m in matches)
+            matches = [m for m in matches if not _below_a_link(m, start)]
         if not matches:
             raise UserError(f"{entry}: no file matches this pattern")
         # '**' gives a folder and its files both: a folder counts only where it is itself all that was asked for
@@ -194,6 +202,9 @@ def _walk(root: str, skipped: Counter[str], left_out: frozenset[str] = frozenset
         folders[:] = [name for name in visible if not os.path.islink(os.path.join(folder, name))]
         if linked := len(visible) - len(folders):  # following them could go round in circles
             skipped[LINKED] += linked
+        if stores := [name for name in folders if _is_store(Path(folder, name))]:
+            skipped[STORES] += len(stores)
+            folders[:] = [name for name in folders if name not in stores]
         for name in sorted(names):
             path = Path(folder, name)
             if name.startswith("."):
@@ -202,6 +213,20 @@ def _walk(root: str, skipped: Counter[str], left_out: frozenset[str] = frozenset
                 yield path
             else:  # a dangling link, a pipe
                 skipped[OTHER_SUFFIX] += 1
+
+
+def _is_store(folder: Path) -> bool:
+    """Whether this is what ``lit-llm prepare`` wrote: an output inside an input is no input."""
+    try:
+        with open(folder / META_FILE, "rb") as stream:
+            return FORMAT.encode() in stream.read(200)
+    except OSError:
+        return False
+
+
+def _below_a_link(match: Path, root: Path) -> bool:
+    """Whether one of the folders between them is a link, which a folder's own listing does not follow either."""
+    return any(parent.is_symlink() for parent in match.parents if parent != root and root in parent.parents)
 
 
 def _source_file(path: Path, lenient: bool = False) -> SourceFile:

@@ -15,6 +15,7 @@ int64 into floats.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -85,15 +86,15 @@ class TokenStore:
                 raise UserError(
                     f"{folder} has no split {split!r}, only {names}; `lit-llm prepare --val_fraction F` makes val"
                 )
-            self.vocab_size: int = int(meta["vocab_size"])
-            self.eos_token_id: int = int(meta["eos_token_id"])
-            self.bos_token_id: int | None = meta["bos_token_id"]
+            self.vocab_size: int = _count(meta["vocab_size"])
+            self.eos_token_id: int = _count(meta["eos_token_id"])
+            self.bos_token_id: int | None = None if meta["bos_token_id"] is None else _count(meta["bos_token_id"])
             self.fingerprint: str = meta["fingerprint"]
-            self.num_tokens: int = int(splits[split]["tokens"])
-            self.num_bytes: int = int(splits[split]["bytes"])
+            self.num_tokens: int = _count(splits[split]["tokens"])
+            self.num_bytes: int = _count(splits[split]["bytes"])
             self.has_trained: bool = bool(splits[split]["chats"])
             """Whether only some tokens are to be learned: the split holds chats."""
-            self._documents: int = int(splits[split]["documents"])
+            self._documents: int = _count(splits[split]["documents"])
             self._index: str = splits[split]["index"]
             self._shards: list[dict[str, Any]] = splits[split]["shards"]
             self._check()
@@ -182,6 +183,12 @@ class TokenStore:
 
     # ---------------------------------------------------------------- mapped files
 
+    def prefetch(self) -> None:
+        """Sees to it that all files of the split are on this machine, and maps them."""
+        _ = self._ids, self.offsets
+        if self.has_trained:
+            _ = self._trained
+
     def __getstate__(self) -> dict[str, Any]:
         mapped = ("_ids", "_trained", "offsets", "tokenizer")
         return {name: value for name, value in self.__dict__.items() if name not in mapped}
@@ -200,8 +207,9 @@ class TokenStore:
         return self._map(self._index, INDEX_DTYPE)
 
     def _map(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        path = self._files.path(name)
         try:
-            mapped = np.memmap(self._files.path(name), dtype=dtype, mode="r")
+            mapped = np.memmap(path, dtype=dtype, mode="r")
         except (OSError, ValueError) as error:
             raise UserError(f"cannot map {self._name(name)}: {error}; prepare the store anew") from error
         return np.asarray(mapped)  # a plain view: indexing a memmap object is slower
@@ -317,6 +325,19 @@ class TokenStore:
     def document_index(self, positions: np.ndarray) -> np.ndarray:
         """Number of the document that each token position lies in: the shape of ``positions``, int64."""
         return np.searchsorted(self.offsets, np.asarray(positions, dtype=np.int64), side="right") - 1
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number of things")
+    return value
+
+
+def fingerprint(meta: dict[str, Any]) -> str:
+    """What tells a store's content from others': SHA-256 over the tokenizer's, the width, the splits' and checksums."""
+    sums = [sha for name in meta["splits"] for sha in checksums(meta, name).values()]
+    content = [meta["tokenizer_fingerprint"], meta["dtype"], *meta["splits"], *sums]
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
 
 def checksums(meta: dict[str, Any], split: str) -> dict[str, str]:

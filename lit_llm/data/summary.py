@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """What ``prepare`` did. ``splits``: name -> {documents, tokens, bytes}; ``skipped``: reason -> how many."""
+    """What ``prepare`` did. ``splits``: name -> {documents, tokens, bytes}; ``skipped``: reason -> how many; ``chats``:
+    the splits that hold some."""
 
     output: Path
     splits: dict[str, dict[str, int]]
@@ -26,6 +27,7 @@ class Summary:
     seconds: float
     engine: str
     lengths: LengthHistogram = field(repr=False)
+    chats: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def total(self, what: str) -> int:
@@ -39,11 +41,13 @@ class Summary:
 
         table = Table(box=None, pad_edge=False)
         table.add_column("split")
-        for name in ("documents", "tokens", "MB of text", "bytes/token"):
+        for name in ("documents", "tokens", "text", "bytes/token"):
             table.add_column(name, justify="right")
         for name, split in self.splits.items():
             documents, tokens, size = (split[key] for key in ("documents", "tokens", "bytes"))
-            table.add_row(name, f"{documents:,}", f"{tokens:,}", f"{size / 1e6:,.2f}", f"{size / tokens:.2f}")
+            # in chats many tokens are the template's
+            per_token = "-" if name in self.chats else f"{size / tokens:.2f}"
+            table.add_row(name, f"{documents:,}", f"{tokens:,}", megabytes(size), per_token)
         how = "trained here" if self.trained else "given"
         checked = ", its ids compared with those of tokenizers" if self.engine != "tokenizers" else ""
         lines = [f"tokenizer: {self.vocab_size:,} ids, EOS {self.eos_token!r}, {how}; engine {self.engine}{checked}"]
@@ -54,3 +58,8 @@ class Summary:
         workers = "1 process" if self.workers == 1 else f"{self.workers} processes"
         lines.append(f"wrote {self.output} in {self.seconds:.1f} s ({speed:.1f} MB/s, {workers})")
         return Group(table, Text(), self.lengths, Text(), *(Text(line) for line in lines))
+
+
+def megabytes(size: int) -> str:
+    """Bytes in the unit that shows some digits of them."""
+    return f"{size / 1e6:,.2f} MB" if size >= 100_000 else f"{size / 1e3:,.2f} kB"

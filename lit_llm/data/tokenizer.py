@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lit_llm.data.tokenizer_backend import byte_lengths, encode_all, load_backend, special_ids, text_error
+from lit_llm.data.tokenizer_backend import (
+    byte_lengths,
+    encode_all,
+    load_backend,
+    part_control_tokens,
+    special_ids,
+    text_error,
+)
 from lit_llm.data.tokenizer_files import read_files
 from lit_llm.data.tokenizer_json import (
     CARRIED_FILES,
@@ -77,7 +84,9 @@ class Tokenizer:
         model_configs = [parse(files, name, origin) for name in MODEL_FILES]
         try:
             self._backend = load_backend(files[TOKENIZER_FILE])
-        except Exception as error:  # the library raises bare Exception
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # the library raises bare Exception, and panics are not even that
             raise UserError(f"{origin}: no valid {TOKENIZER_FILE}: {error}") from error
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -121,7 +130,7 @@ class Tokenizer:
         if isinstance(template, list):  # several named templates
             named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
             template = named[0].get("template") if named else None
-        self.chat_template: str | None = template if isinstance(template, str) else None
+        self.chat_template: str | None = template if isinstance(template, str) and template.strip() else None
         self._files = self._self_contained(files)
         self._may_be_fast = True
         self._variants: dict[tuple[bool, bool], tokenizers.Tokenizer] = {(False, False): self._backend}
@@ -130,6 +139,7 @@ class Tokenizer:
         """Let ``backend`` know as special what only a config calls so, that decoding can leave it out."""
         named = {self.bos_token_id, self.eos_token_id, self.pad_token_id} - {None} - special_ids(backend)
         backend.add_special_tokens([backend.id_to_token(i) for i in sorted(i for i in named if i is not None)])
+        part_control_tokens(backend)
 
     def _self_contained(self, files: dict[str, str]) -> dict[str, str]:
         """The files to carry: ids that came from a model's config are written into the tokenizer's own."""

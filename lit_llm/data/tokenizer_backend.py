@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,21 @@ def load_backend(text: str) -> tokenizers.Tokenizer:
     if getattr(backend.model, "dropout", None) is not None:
         backend.model.dropout = None
     return backend
+
+
+def part_control_tokens(backend: tokenizers.Tokenizer) -> None:
+    """Keep control tokens that are typed in a text from being found as words or pieces of the vocabulary, by parting
+    their first character from the others. A BPE makes its tokens by merges, and none of them that way."""
+    from tokenizers import Regex, models, pre_tokenizers
+
+    if isinstance(backend.model, models.BPE):
+        return
+    kept = [t.content for t in backend.get_added_tokens_decoder().values() if t.special and len(t.content) > 1]
+    if kept:
+        pattern = "|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in kept)
+        parting = pre_tokenizers.Split(Regex(pattern), "isolated")
+        before = backend.pre_tokenizer
+        backend.pre_tokenizer = parting if before is None else pre_tokenizers.Sequence([before, parting])
 
 
 def special_ids(backend: tokenizers.Tokenizer) -> set[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ def _converted(main: Path, data: bytes, files: Mapping[str, str]) -> dict[str, s
 
     origin = str(main)
     config = parse(files, CONFIG_FILE, origin)
+    list(added_tokens(config.get("added_tokens_decoder")))  # refuses bad ones before anything reads them
     pair = next((pair for pair in _MERGE_NAMES if main.name in pair and (main.parent / pair[1]).is_file()), None)
     if pair is not None:
         vocab = parse(
@@ -101,12 +102,22 @@ def _converted(main: Path, data: bytes, files: Mapping[str, str]) -> dict[str, s
     }
 
 
+def added_tokens(entries: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Id and entry of each token in a config's added_tokens_decoder. UserError for one that is none."""
+    for i, entry in entries.items() if isinstance(entries, dict) else ():
+        if not str(i).isdecimal() or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise UserError(
+                f"{CONFIG_FILE}: added_tokens_decoder wants ids and mappings with a content, not {i!r}: {entry!r:.60}"
+            )
+        yield int(i), entry
+
+
 def _add_tokens(content: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Take in the config's added_tokens_decoder: tokens the file knows as plain pieces or not at all, and flags."""
     entries = config.get("added_tokens_decoder")
     vocab = content["model"]["vocab"]
     by_text = {token["content"]: token for token in content["added_tokens"]}
-    for i, entry in sorted((int(i), entry) for i, entry in (entries.items() if isinstance(entries, dict) else ())):
+    for i, entry in sorted(added_tokens(entries), key=lambda item: item[0]):
         text = entry["content"]
         if text not in by_text:
             if isinstance(vocab, dict) and vocab.setdefault(text, i) != i:

@@ -17,7 +17,7 @@ from lit_llm.data.store import (
     INDEX_DTYPE,
     META_FILE,
     TRAINED_DTYPE,
-    checksums,
+    fingerprint,
     store_dtype,
 )
 from lit_llm.data.tokenizer import Tokenizer
@@ -88,9 +88,7 @@ class StoreWriter:
         """Close the shards, write the tokenizer and meta.json (with ``extra`` in it), and return the latter."""
         splits = {name: self._splits[name].finish() for name in sorted(self._splits)}
         self.tokenizer.save(self.folder)
-        sums = [sha for name in splits for sha in checksums({"splits": splits}, name).values()]
-        content = [self.tokenizer.fingerprint, self.dtype.name, *splits, *sums]
-        meta = {
+        meta: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "dtype": self.dtype.name,
@@ -98,10 +96,11 @@ class StoreWriter:
             "bos_token_id": self.tokenizer.bos_token_id,
             "eos_token_id": self.tokenizer.eos_token_id,
             "tokenizer_fingerprint": self.tokenizer.fingerprint,
-            "fingerprint": hashlib.sha256("\n".join(content).encode()).hexdigest(),
+            "fingerprint": None,
             "splits": splits,
             **(extra or {}),
         }
+        meta["fingerprint"] = fingerprint(meta)
         (self.folder / META_FILE).write_text(json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return meta
 
