@@ -74,6 +74,7 @@ class LitLLM(L.LightningModule):
         self.tokenizer: Tokenizer | None = None
         self.model: Transformer | nn.Module | None = None
         self._window = StepWindow()
+        self._no_tokenizer = "predict needs a tokenizer: none is in the checkpoint; give data.store"
         self._sources: list[tuple[str, str]] = []
         self._tokens_by_store: dict[str, int] = {}
         self._labels_checked = False
@@ -163,10 +164,10 @@ class LitLLM(L.LightningModule):
         if self.tokenizer is None:
             try:
                 self.tokenizer = getattr(data, "tokenizer", None)
-            except UserError:
-                # The checkpoint that comes next has one, and its store may be gone.
-                if stage != "predict" or not self.trainer.ckpt_path:
+            except UserError as error:
+                if stage != "predict":
                     raise
+                self._no_tokenizer = str(error)  # the checkpoint that comes next may have one, and the store be gone
         if self.model is None:
             self.vocab_size = self.vocab_size or getattr(data, "vocab_size", None)
             if stage != "predict" and self.vocab_size is not None:
@@ -355,7 +356,7 @@ class LitLLM(L.LightningModule):
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise UserError("predict needs a tokenizer: none is in the checkpoint; give data.store")
+            raise UserError(self._no_tokenizer)
         prompts = [tokenizer.encode(p) if isinstance(p, str) else tokenizer.encode_chat(p) for p in batch["prompt"]]
         config = self.generation_config
         if not all(isinstance(p, str) for p in batch["prompt"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lit_llm.cli.main import main
 from lit_llm.data import TokenStore, encode
 from lit_llm.data.conversation import encode_conversation
 from lit_llm.data.prepare import prepare
+from lit_llm.data.prompts import read_prompts
 from lit_llm.data.rows import PackedRows
 from lit_llm.errors import UserError
 from tests import chat_templates
@@ -199,3 +201,67 @@ def test_a_stored_chat_is_the_encoded_one(tmp_path: Path) -> None:
         ids, trained = encode_conversation(store.tokenizer, record["messages"])
         assert store.document(number).tolist() == list(ids)
         assert store.document_trained(number).tolist() == trained.tolist()
+
+
+def test_rows_too_short_for_any_answer_are_refused(tmp_path: Path) -> None:
+    long = [{"role": "user", "content": "q " * 100}, {"role": "assistant", "content": "a"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": long}] * 20)
+    prepare([path], tmp_path / "s", vocab_size=300, val_fraction=0)
+    with pytest.raises(UserError, match="data.seq_len 16 is too short: every chat"):
+        fit(str(tmp_path / "s"), str(tmp_path / "run"), max_steps=1, seq_len=16)
+
+
+def test_a_sanity_check_without_labels_is_no_failure(tmp_path: Path, store: str) -> None:
+    long = {"messages": [{"role": "user", "content": "q " * 100}, {"role": "assistant", "content": "a"}]}
+    records = [long if n < 30 else record for n, record in enumerate([*[long] * 30, *chats(20)])]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    prepare([path], tmp_path / "s", tokenizer=store, val_fraction=0.3)
+    mixture = {str(tmp_path / "s"): 1, store: 1}
+    result = fit(mixture, str(tmp_path / "run"), max_steps=2, seq_len=100, global_batch_size=4, val_check_interval=2)
+    assert result["val_loss"] is not None
+
+
+def test_predict_needs_no_store(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", chats(60))
+    prepare([path], tmp_path / "s", vocab_size=300)
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=1", f"--trainer.default_root_dir={tmp_path}/run"]
+    model = '--model.config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}'
+    store = f'--data.store={{"{tmp_path}/s": 1}}'
+    data = ["--data.seq_len=64", "--data.global_batch_size=4", "--data.resume_with_other_data=true"]
+    assert main(["fit", store, *data, model, "--trainer.max_steps=2", *options]) == 0
+    config = tmp_path / "run" / "config.yaml"
+    assert "resume_with_other_data: false" in config.read_text()  # a permission is given once
+    (tmp_path / "s").rename(tmp_path / "gone")
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"messages": [{"role": "user", "content": "one"}]}, {"prompt": "x"}])
+    words = ["predict", f"--config={config}", f"--data.prompts_file={prompts}", "--model.generation.max_new_tokens=3"]
+    assert main([*words, *options]) == 0
+    assert len((tmp_path / "run" / "predictions.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "usr", "content": "x"}], "unknown role 'usr'"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "ends with the assistant's turn"),
+    ],
+)
+def test_prompts_that_are_no_question(tmp_path: Path, messages: list[dict[str, str]], message: str) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "x"}, {"messages": messages}])
+    with pytest.raises(UserError, match=rf"p\.jsonl:2.*{message}"):
+        read_prompts(None, str(path))
+
+
+def test_inspect_of_odd_names(tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = tmp_path / "do$_$x [red]"
+    shutil.copytree(store, odd)
+    (odd / "lengths.png").mkdir()  # the picture that nobody asked for can't be written
+    assert main(["inspect", str(odd), "--seq_len", "100000"]) == 0
+    out = capsys.readouterr().out
+    assert "no picture: cannot write" in out
+    assert "tokens of padding" in out
+    (odd / "lengths.png").rmdir()
+    assert main(["inspect", str(odd)]) == 0
+    assert (odd / "lengths.png").stat().st_size > 1000
+    for picture in ("", "x", f"{tmp_path}/none/x.png", f"{odd}/meta.json/x.png"):
+        assert main(["inspect", str(odd), "--picture", picture]) == 2
+        assert "cannot write the picture" in capsys.readouterr().err

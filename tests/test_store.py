@@ -415,6 +415,34 @@ def test_a_remote_store_reads_like_a_local_one(remote: str, small: Path, tmp_pat
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.name.endswith((".part", ".lock"))]
 
 
+def test_a_remote_store_is_fetched_before_workers_start(
+    remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_llm.data.store._SCAN_BYTES", 0)  # as with a store too large to be looked through
+    store = TokenStore(remote)
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+    store.prefetch()
+    (copy,) = (tmp_path / "cache").rglob("*.bin")
+    copy.write_bytes(copy.read_bytes()[:-2])  # a copy cut short is fetched again
+    again = TokenStore(remote)
+    assert len(again.document(-1))
+    assert len(copy.read_bytes()) == store.num_tokens * 2
+    copy.write_bytes(b"\x01" + copy.read_bytes()[1:])
+    with pytest.raises(UserError, match=r"train-00000\.bin, a copy of memory://.*, was changed; delete it"):
+        TokenStore(remote).problems()
+
+
+def test_addresses_without_their_package_are_named() -> None:
+    with pytest.raises(UserError, match="nosuch://bucket/store: .*nosuch") as error:
+        TokenStore("nosuch://bucket/store")
+    assert "JSON" not in str(error.value)
+
+
+def test_a_local_address_is_a_folder(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "a b").symlink_to(small)
+    assert len(TokenStore(f"file://{tmp_path}/a%20b")) == 20
+
+
 def test_a_remote_store_replaced_is_fetched_anew(remote: str, words: Tokenizer, tmp_path: Path) -> None:
     TokenStore(remote).document(0)
     write_store(tmp_path / "other", words, [[4, 5, 6]])
