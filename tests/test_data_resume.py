@@ -23,9 +23,9 @@ from tests.training import MODEL, fit
 SEQ_LEN, BATCH = 48, 8
 
 
-def ranks(store: Any, folder: str, **options: Any) -> dict[str, Any]:
+def one_rank(store: Any, folder: str, **options: Any) -> dict[str, Any]:
     """One rank of a ddp run."""
-    return fit(store, folder, strategy="ddp", devices=options.pop("world_size"), limit_val_batches=0, **options)
+    return fit(store, folder, strategy="ddp", limit_val_batches=0, **options)
 
 
 def global_batches(results: list[dict[str, Any]]) -> dict[int, list[str]]:
@@ -74,14 +74,14 @@ def test_a_resume_in_the_second_epoch(store: str, tmp_path: Path) -> None:
 def test_a_resume_on_any_number_of_ranks(store: str, tmp_path: Path) -> None:
     steps, _ = epoch_steps(store)
     stop, end = steps + 2, 2 * steps + 1
-    target = "tests.test_data_resume:ranks"
-    options = {**OPTIONS, "store": store, "world_size": 2}
+    target = "tests.test_data_resume:one_rank"
+    options = {**OPTIONS, "store": store, "devices": 2}
     whole = run_ranks(target, 2, folder=str(tmp_path / "whole"), max_steps=end, **options)
     run_ranks(target, 2, folder=str(tmp_path / "cut"), max_steps=stop, save_at=stop, **options)
     path = str(tmp_path / "cut" / "checkpoints" / f"step={stop}.ckpt")
     for world_size, micro in ((1, 2), (1, 8), (2, 4), (2, 1), (4, 1), (4, 2)):
         for workers in (0, 2):
-            layout = {"world_size": world_size, "micro_batch_size": micro, "num_workers": workers}
+            layout = {"devices": world_size, "micro_batch_size": micro, "num_workers": workers}
             folder = str(tmp_path / f"{world_size}-{micro}-{workers}")
             resumed = run_ranks(
                 target, world_size, folder=folder, max_steps=end, ckpt_path=path, **{**options, **layout}
