@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from lit_llm.data.conversation import encode_conversation
 from lit_llm.data.document import Conversation, Document, Item
 from lit_llm.data.store import store_dtype
 from lit_llm.data.tokenizer import Tokenizer
@@ -250,6 +249,8 @@ def _encode(tokenizer: Tokenizer, batch: list[Item]) -> Encoded:
 
 
 def _encode_chat(tokenizer: Tokenizer, chat: Conversation) -> tuple[np.ndarray, np.ndarray, int]:
+    from lit_llm.data.conversation import encode_conversation
+
     try:
         ids, trained = encode_conversation(tokenizer, chat.messages)
     except UserError as error:

@@ -17,6 +17,7 @@ with letters newer than Unicode 14, which an engine may not know yet, are left t
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -112,10 +113,10 @@ class FastBPE:
                 return None
         try:
             if not self._added.occur(text):
-                return self._ids[np.array(self._core.encode_ordinary(text), np.uint32)]
+                return self._ids[_numbers(self._core.encode_ordinary(text))]
             rows = [np.zeros(0, np.uint32)]
             for segment, token_id in self._added.split(text):
-                rows.append(self._ids[np.array(self._core.encode_ordinary(segment), np.uint32)])
+                rows.append(self._ids[_numbers(self._core.encode_ordinary(segment))])
                 if token_id is not None:
                     rows.append(np.array([token_id], np.uint32))
             return np.concatenate(rows)
@@ -123,6 +124,11 @@ class FastBPE:
             raise
         except BaseException:  # very long runs of blanks end its regex engine, by an error or a panic
             return None
+
+
+def _numbers(ranks: list[int]) -> np.ndarray:
+    """The list as (ranks,) uint32; three times as fast as by numpy itself."""
+    return np.frombuffer(array("I", ranks), np.uint32)
 
 
 class AddedTokens:
@@ -221,11 +227,13 @@ def _ranks(model: Mapping[str, Any], merging: Any, may_be_word: Callable[[bytes]
     if not letters <= vocab.keys() or len(set(vocab.values())) < len(vocab):
         return None
     made = [m.replace(" ", "", 1) if isinstance(m, str) else m[0] + m[1] for m in model["merges"]]
+    if letters.issuperset("".join(made)):
+        byte_level = made
+    else:  # what no byte-level word can hold is left out
+        byte_level = [token for token in made if letters.issuperset(token)]
     last = {token: number for number, token in enumerate(made)}  # the last merge that makes it
-    # in the order of the first such merge; single bytes, and what no byte-level word can hold, are left out
-    reachable = [
-        token for token in dict.fromkeys(made) if letters.issuperset(token) and len(merging.tokenize(token)) == 1
-    ]
+    # in the order of the first such merge; single bytes are left out
+    reachable = [token for token in dict.fromkeys(byte_level) if len(merging.tokenize(token)) == 1]
     translate = {ord(letter): chr(byte) for letter, byte in alphabet.items()}
     unreachable = [
         token
@@ -243,7 +251,11 @@ def _ranks(model: Mapping[str, Any], merging: Any, may_be_word: Callable[[bytes]
                 last[token] = _last_merge(token, rank)
         reachable.sort(key=last.__getitem__)
     tokens = [*alphabet, *reachable, *unreachable]
-    return {token.translate(translate).encode("latin-1"): vocab[token] for token in tokens}
+    joined, at, ids = "".join(tokens).translate(translate).encode("latin-1"), 0, {}
+    for token in tokens:  # a character each byte
+        ids[joined[at : at + len(token)]] = vocab[token]
+        at += len(token)
+    return ids
 
 
 def _last_merge(token: str, rank: Mapping[tuple[str, str], int]) -> int:

@@ -23,7 +23,6 @@ from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from lit_llm.data.conversation import turn_end_ids
 from lit_llm.data.document import Conversation, Item
 from lit_llm.data.encode import EngineMismatch, default_workers, encode_all
 from lit_llm.data.histogram import LengthHistogram
@@ -142,11 +141,14 @@ def prepare(
             "no validation split: there is no document to spare for it; give more, or validate on another store"
         )
     chats = tuple(name for name, split in meta["splits"].items() if split["chats"])
-    if chats and not turn_end_ids(given):
-        notes.append(
-            "the tokenizer has no control token that ends a turn: ChatML's marks are written as plain text, which "
-            "takes many tokens; give a tokenizer with a chat template, or train one (without --tokenizer)"
-        )
+    if chats:
+        from lit_llm.data.conversation import turn_end_ids
+
+        if not turn_end_ids(given):
+            notes.append(
+                "the tokenizer has no control token that ends a turn: ChatML's marks are written as plain text, which "
+                "takes many tokens; give a tokenizer with a chat template, or train one (without --tokenizer)"
+            )
     splits = {
         name: {key: split[key] for key in ("documents", "tokens", "bytes")} for name, split in meta["splits"].items()
     }

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from time import monotonic
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from lit_llm.data.encode import Encoded
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 _REFRESH_SECONDS = 0.1
 
@@ -19,6 +23,12 @@ class ProgressBar:
 
     def __init__(self, enabled: bool = True) -> None:
         from rich.console import Console
+
+        self._drawn = 0.0
+        self._progress: Progress | None = None
+        console = Console(stderr=True)
+        if not (enabled and console.is_terminal):
+            return
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as SpeedColumn
         from rich.table import Column
@@ -26,7 +36,6 @@ class ProgressBar:
         def fixed() -> Column:
             return Column(no_wrap=True)  # so that a narrow terminal shortens the bar
 
-        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}", table_column=fixed()),
             BarColumn(bar_width=None),
@@ -39,21 +48,24 @@ class ProgressBar:
             auto_refresh=False,
             redirect_stdout=False,
             redirect_stderr=False,
-            disable=not (enabled and console.is_terminal),
         )
-        self._drawn = 0.0
 
     def __enter__(self) -> ProgressBar:
-        self._progress.start()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
 
     def reading(self, texts: Iterable[str], size: int) -> Iterator[str]:
         """Pass ``texts`` on, whose input has ``size`` bytes, to whatever trains a tokenizer on them."""
+        if self._progress is None:
+            yield from texts
+            return
         task = self._progress.add_task("reading", total=size, documents=0)
         for documents, text in enumerate(texts, 1):
             yield text
@@ -63,6 +75,9 @@ class ProgressBar:
 
     def encoding(self, batches: Iterable[Encoded], size: int | None) -> Iterator[Encoded]:
         """Pass ``batches`` on; ``size``: bytes of input, None if unknown."""
+        if self._progress is None:
+            yield from batches
+            return
         task = self._progress.add_task("tokenizing", total=size, documents=0)
         documents = 0
         for batch in batches:
@@ -71,8 +86,9 @@ class ProgressBar:
             self._advance(task, batch.size, documents)
         self._progress.update(task, total=self._progress.tasks[task].completed, refresh=True)
 
-    def _advance(self, task: int, size: int, documents: int) -> None:
+    def _advance(self, task: TaskID, size: int, documents: int) -> None:
         now = monotonic()
         due = now - self._drawn >= _REFRESH_SECONDS
         self._drawn = now if due else self._drawn
-        self._progress.update(task, advance=size, documents=documents, refresh=due)  # type: ignore[arg-type]
+        assert self._progress is not None
+        self._progress.update(task, advance=size, documents=documents, refresh=due)
