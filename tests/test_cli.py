@@ -131,6 +131,10 @@ def test_help_of_a_command(cli: Any, command: str) -> None:
 # ------------------------------------------------------------------ a user's mistakes
 
 MISTAKES: list[tuple[str, list[str]]] = [
+    ("fit run.yaml", ["unexpected word 'run.yaml'", "--config run.yaml"]),
+    ("fit --data.store [a,b]", ["data.store", "{FOLDER: 1, OTHER: 2}"]),
+    ("""fit --data.store={"a":-1}""", ["the weight of store a is -1"]),
+    ("fit --data.packing loose", ["data.packing", "best_fit"]),
     ("fitt", ["'fitt'", "did you mean fit?"]),
     ("--versio", ["'--versio'", "--version"]),
     ("prepare", ["INPUT", "--output"]),

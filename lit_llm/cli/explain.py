@@ -40,6 +40,8 @@ def explain(message: str, known: Iterable[str]) -> str:
         if unknown := pattern.search(message):
             option = ".".join(unknown.groups()).removeprefix("--").partition("=")[0]
             if pattern is _UNKNOWN[-1] and not unknown.group(1).startswith("-"):
+                if option.endswith((".yaml", ".yml")):
+                    return f"unexpected word {option!r}; did you mean --config {option}?"
                 return f"unexpected word {option!r}; options begin with --"
             return _unknown(f"{path}.{option}" if path else option, names)
     if required := re.search(r'arguments are required: (.+)|Key "([^"]+)" is required', message):
@@ -55,6 +57,8 @@ def explain(message: str, known: Iterable[str]) -> str:
     if "Unable to load config" in message:
         return f"{path}: {value} does not fit, expected a mapping of its options; give them singly, as --{path}.NAME"
     if value is not None and (subtypes := _SUBTYPES.search(block)):
+        if path == "data.store":
+            return f"{path}: {value} does not fit; give a folder, or several with weights, as {{FOLDER: 1, OTHER: 2}}"
         return f"{path}: {value} does not fit, expected {_types(subtypes.group(1))}"
     if got := _GOT.search(block) or _GOT.search(message):
         return f"{path}: {_plain(got.group(2))} does not fit, expected {_types(got.group(1))}"
