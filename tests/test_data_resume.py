@@ -291,3 +291,35 @@ def test_a_store_that_moved_keeps_its_count(store: str, other: str, tmp_path: Pa
     assert second["metrics"]["train/tokens/moved"] > first["metrics"][f"train/tokens/{other}"]
     names = ("train/tokens/moved", "train/tokens/store")
     assert sum(second["metrics"][name] for name in names) == second["metrics"]["train/tokens"]
+
+
+def test_epochs_cut_shorter_than_the_place_of_the_checkpoint_end_there(store: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "seq_len": 16, "limit_val_batches": 0}
+    whole = fit(store, str(tmp_path / "a"), max_steps=8, limit_train_batches=24, save_at=5, **options)
+    path = str(tmp_path / "a" / "checkpoints" / "step=5.ckpt")
+    resumed = fit(store, str(tmp_path / "b"), max_steps=8, limit_train_batches=8, ckpt_path=path, **options)
+    batches = global_batches([resumed])
+    assert all(len(rows) == BATCH for rows in batches.values())
+    assert batches == {step: rows for step, rows in global_batches([whole]).items() if step >= 5}
+
+
+def test_epochs_no_longer_cut_end_where_the_data_does(store: str, tmp_path: Path) -> None:
+    steps, _ = epoch_steps(store)
+    options = {**OPTIONS, "num_sanity_val_steps": 0, "max_steps": -1}
+    fit(store, str(tmp_path / "a"), max_epochs=9, limit_train_batches=8, save_at=3, **options)  # 2 steps an epoch
+    path = str(tmp_path / "a" / "checkpoints" / "step=3.ckpt")
+    resumed = fit(store, str(tmp_path / "b"), max_epochs=2, ckpt_path=path, **options)
+    assert steps_of(resumed) == list(range(3, steps))
+    assert resumed["validations"] == [steps]
+
+
+@pytest.mark.parametrize(("interval", "validations"), [(0.5, [1, 2, 3, 4]), (3, [3]), (2, [2, 4])])
+def test_validations_in_cut_epochs(store: str, tmp_path: Path, interval: Any, validations: list[int]) -> None:
+    options = {**OPTIONS, "limit_train_batches": 8, "num_sanity_val_steps": 0}  # 2 steps an epoch
+    result = fit(store, str(tmp_path), max_steps=4, val_check_interval=interval, **options)
+    assert result["validations"] == validations
+
+
+def test_a_validation_by_the_clock(store: str, tmp_path: Path) -> None:
+    result = fit(store, str(tmp_path), max_steps=3, val_check_interval="00:00:00:01", **OPTIONS)
+    assert len(result["losses"]) == 3

@@ -622,6 +622,27 @@ def test_a_store_among_the_inputs_is_no_input(tmp_path: Path, tokenizer: Path) -
     assert summary.skipped == {"token stores": 1}
 
 
+@pytest.mark.parametrize("pattern", ["*", "**", "**/*", "s*/*"])
+def test_a_store_behind_a_glob_is_no_input(tmp_path: Path, tokenizer: Path, pattern: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("x")
+    prepare([tmp_path / "sub"], tmp_path / "store", tokenizer=tokenizer, val_fraction=0)
+    skipped: Counter[str] = Counter()
+    assert read(f"{tmp_path}/{pattern}", skipped=skipped) == ["x"]
+    assert skipped["token stores"] == 1
+
+
+def test_a_wildcard_before_double_stars_follows_no_links(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("x")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
+    for pattern in ("a*/**/*.txt", "*/**"):
+        skipped: Counter[str] = Counter()
+        assert read(f"{tmp_path}/{pattern}", skipped=skipped) == ["x"]
+        assert skipped["linked folders"] == 1
+        assert skipped["named twice"] == 0
+
+
 def test_double_stars_follow_no_links(tmp_path: Path) -> None:
     (tmp_path / "in" / "sub").mkdir(parents=True)
     (tmp_path / "out.txt").write_text("outside")

@@ -152,7 +152,7 @@ def edit_meta(folder: Path, *keys: Any, value: Any) -> None:
         (["format"], "other", "describes no token store"),
         (["splits", "train", "tokens"], 7, "says 7 tokens of train, its shards"),
         (["splits", "train", "documents"], 7, r"train\.idx: 168 bytes"),
-        (["splits", "train", "chats"], True, "incomplete .*'trained'"),
+        (["splits", "train", "chats"], True, "incomplete .*'trained"),
         (["splits", "train", "shards", 0, "file"], "gone.bin", r"cannot read .*gone\.bin"),
         (["splits", "train", "shards"], None, "incomplete .*'shards'"),
         (["eos_token_id"], None, "incomplete .*'eos_token_id'"),
@@ -441,6 +441,16 @@ def test_addresses_without_their_package_are_named() -> None:
 def test_a_local_address_is_a_folder(small: Path, tmp_path: Path) -> None:
     (tmp_path / "a b").symlink_to(small)
     assert len(TokenStore(f"file://{tmp_path}/a%20b")) == 20
+
+
+def test_files_outside_the_store_are_refused(remote: str, small: Path, tmp_path: Path) -> None:
+    for name in ("../escaped.bin", str(tmp_path / "escaped.bin"), ".hidden"):
+        edit_meta(small, "splits", "train", "shards", 0, "file", value=name)
+        _upload(small)
+        for folder in (small, remote):
+            with pytest.raises(UserError, match="no plain name"):
+                TokenStore(folder)
+    assert not list(tmp_path.rglob("escaped.bin"))
 
 
 def test_a_remote_store_replaced_is_fetched_anew(remote: str, words: Tokenizer, tmp_path: Path) -> None:

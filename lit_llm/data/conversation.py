@@ -12,7 +12,7 @@ from lit_llm.data.chat_layout import ChatTemplate, Kind, Layout, Messages, Part,
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 
-_HIDDEN = UserError(
+_HIDDEN = (
     "the chat template leaves out what the assistant says: use one that writes every turn (a chat_template.jinja "
     "beside the tokenizer)"
 )
@@ -45,7 +45,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: Messages) -> tuple[list[
     for start, stop in spans:
         trained[start:stop] = True
     if not spans or not any(stop > start for start, stop in spans):
-        raise _HIDDEN
+        raise UserError(_HIDDEN)
     return ids, trained
 
 
@@ -144,7 +144,7 @@ def _by_prefixes(
             )
         start, body, end, token = found
         if whole and str(message["content"]).strip() and not text[body:end].strip():
-            raise _HIDDEN
+            raise UserError(_HIDDEN)
         runs += [(Kind.TEMPLATE, text[at:start]), _aside(text[start:body]), (Kind.ANSWER, text[body:end])]
         runs += [(Kind.END, text[end:token]), (Kind.END_TOKEN, "")]
         at = token

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from lit_llm.data.lock import being_written, locked
 from lit_llm.data.tokenizer_json import CARRIED_FILES, TOKENIZER_FILE
@@ -26,7 +26,8 @@ def open_files(folder: str | Path) -> StoreFiles:
     if is_remote(folder):
         return RemoteFiles(str(folder))
     name = str(folder)
-    return StoreFiles(unquote(urlsplit(name).path) if name.startswith("file://") else name)
+    local = name.removeprefix("file://").removeprefix("localhost")
+    return StoreFiles(unquote(local) if name.startswith("file://") and not Path(local).exists() else local)
 
 
 def is_remote(folder: str | Path) -> bool:
@@ -130,6 +131,8 @@ class RemoteFiles(StoreFiles):
         return folder
 
     def path(self, name: str) -> Path:
+        if Path(name).name != name:
+            raise UserError(f"{self.name}: {name!r} is no plain name of a file in it")
         local = self.cache / name
         if not self._whole(local):
             with locked(local, wait=True):
@@ -145,7 +148,12 @@ class RemoteFiles(StoreFiles):
     def _sizes(self) -> dict[str, int]:
         try:
             width = 2 if self.meta["dtype"] == "uint16" else 4
-            return {s["file"]: s["tokens"] * width for split in self.meta["splits"].values() for s in split["shards"]}
+            sizes = {}
+            for split in self.meta["splits"].values():
+                sizes[split["index"]] = 8 * (split["documents"] + 1)
+                sizes |= {shard["file"]: shard["tokens"] * width for shard in split["shards"]}
+                sizes |= {shard["trained"]: shard["tokens"] for shard in split["shards"] if "trained" in shard}
+            return sizes
         except (KeyError, TypeError, AttributeError):
             return {}
 

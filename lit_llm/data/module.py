@@ -214,7 +214,10 @@ class TokenDataModule(L.LightningDataModule):
         present = (self._order.accumulation, self._epoch_length())
         if not changed and batch[0] == batch[1]:
             if saved != present or self._counts_in_steps():
-                fit_progress(progress, saved, present)
+                cut = saved[1] // saved[0] != present[1] // present[0]  # otherwise than the saved run's epochs
+                whole = cut and not self._epochs_are_cut() and self._counts_in_steps()
+                place = (checkpoint["global_step"] + self._step_offset) % self._order.steps_per_epoch
+                fit_progress(progress, saved, present, steps=place if whole else None)
             return
         step = 0 if changed else self._order.step_after(state_dict["samples"])
         # Where an epoch is cut, Lightning's place in it is not the data's: the same share of the epoch is done then.
@@ -269,7 +272,9 @@ class TokenDataModule(L.LightningDataModule):
         The Trainer's own values are kept on it, as it may fit again with another layout.
         """
         names = ("accumulate_grad_batches", "val_check_interval", "limit_train_batches", "check_val_every_n_epoch")
-        asked: dict[str, Any] = trainer.__dict__.setdefault("_lit_llm_asked", {n: getattr(trainer, n) for n in names})
+        asked: dict[str, Any] = trainer.__dict__.setdefault(
+            "_lit_llm_asked", {n: getattr(trainer, n, None) for n in names}
+        )
         assert self._order is not None
         steps = self._order.steps_per_epoch
         if asked["accumulate_grad_batches"] not in (1, accumulation):
@@ -279,7 +284,13 @@ class TokenDataModule(L.LightningDataModule):
                 f"{self._order.num_replicas} ranks x accumulation {accumulation}; leave it out, it is derived"
             )
         trainer.accumulate_grad_batches = accumulation
-        interval = asked["val_check_interval"]
+        limit = asked["limit_train_batches"]
+        if isinstance(limit, float) and limit < 1.0 and limit > 0:
+            limit = max(1, int(steps * limit)) * accumulation
+        if isinstance(limit, int):  # whole steps, or a step would leave out rows of its global batch
+            trainer.limit_train_batches = -(-limit // accumulation) * accumulation
+            steps = min(steps, max(1, trainer.limit_train_batches // accumulation))
+        interval = asked["val_check_interval"]  # None: by the clock
         trainer.check_val_every_n_epoch = asked["check_val_every_n_epoch"]
         if isinstance(interval, int) and not isinstance(interval, bool):
             if interval < 1:
@@ -289,11 +300,6 @@ class TokenDataModule(L.LightningDataModule):
             trainer.val_check_interval = interval * accumulation
         elif isinstance(interval, float) and interval < 1.0:
             trainer.val_check_interval = max(1, int(steps * interval)) * accumulation
-        limit = asked["limit_train_batches"]
-        if isinstance(limit, float) and limit < 1.0 and limit > 0:
-            limit = max(1, int(steps * limit)) * accumulation
-        if isinstance(limit, int):  # whole steps, or a step would leave out rows of its global batch
-            trainer.limit_train_batches = -(-limit // accumulation) * accumulation
 
     def require_store(self) -> str:
         """The first store's folder; UserError without one."""

@@ -246,6 +246,8 @@ def check(folder: str | Path) -> list[str]:
                 problems.append(f"{folder}: meta.json has other EOS and BOS than its tokenizer; prepare the store anew")
         except UserError as error:
             problems.append(str(error))
+    if "tokenizer_fingerprint" not in meta:
+        problems.append(f"{folder}: meta.json has no tokenizer_fingerprint; prepare the store anew")
     if not problems and meta.get("fingerprint") != fingerprint(meta):
         problems.append(f"{folder}: meta.json was changed, its fingerprint is another; prepare the store anew")
     return problems

@@ -30,7 +30,7 @@ def fit_progress(
     done, begun = divmod(ready, saved[0])
     if saved == present and steps is None and (begun == 0 or finished_epoch):
         return
-    new_ready = present[1] if finished_epoch else (done if steps is None else steps) * present[0]
+    new_ready = present[1] if finished_epoch else min((done if steps is None else steps) * present[0], present[1])
     # Saved inside Lightning's own hooks, the last micro-batch is processed but not yet counted as completed.
     behind = ready - current["completed"] if finished_epoch or begun == 0 else 0
     new_total = (total["ready"] // saved[0] if total_steps is None else total_steps) * present[0]

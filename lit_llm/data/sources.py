@@ -172,9 +172,13 @@ def _expand(entry: str, skipped: Counter[str]) -> list[SourceFile]:
     elif entry and glob.escape(entry) != entry:
         matches = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]
         if "**" in entry:
-            start = Path(entry.split("**")[0] or ".")
-            skipped[LINKED] += sum(_below_a_link(m, start) and os.path.isfile(m) for m in matches)
-            matches = [m for m in matches if not _below_a_link(m, start)]
+            links = {link for m in matches if (link := _link_above(m, _fixed_part(entry)))}
+            skipped[LINKED] += len(links)
+            matches = [m for m in matches if not _link_above(m, _fixed_part(entry))]
+        stores = {m for m in matches if os.path.isdir(m) and _is_store(m)}
+        stores |= {m.parent for m in matches if m.name == META_FILE and _is_store(m.parent)}
+        skipped[STORES] += len(stores)
+        matches = [m for m in matches if m not in stores and stores.isdisjoint(m.parents)]
         if not matches:
             raise UserError(f"{entry}: no file matches this pattern")
         # '**' gives a folder and its files both: a folder counts only where it is itself all that was asked for
@@ -224,9 +228,17 @@ def _is_store(folder: Path) -> bool:
         return False
 
 
-def _below_a_link(match: Path, root: Path) -> bool:
-    """Whether one of the folders between them is a link, which a folder's own listing does not follow either."""
-    return any(parent.is_symlink() for parent in match.parents if parent != root and root in parent.parents)
+def _fixed_part(pattern: str) -> Path:
+    """The folder that a pattern begins with, before its first wildcard."""
+    parts = Path(pattern).parts
+    fixed = next((n for n, part in enumerate(parts) if glob.escape(part) != part), len(parts))
+    return Path(*parts[:fixed])
+
+
+def _link_above(match: Path, root: Path) -> Path | None:
+    """The first linked folder between them: what ``**`` finds behind one, a folder's own listing does not."""
+    between = [parent for parent in reversed(match.parents) if parent != root and root in (*parent.parents, Path())]
+    return next((parent for parent in between if len(parent.parts) > len(root.parts) and parent.is_symlink()), None)
 
 
 def _source_file(path: Path, lenient: bool = False) -> SourceFile:

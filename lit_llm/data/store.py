@@ -116,6 +116,9 @@ class TokenStore:
         self.dtype: np.dtype[Any] = np.dtype(self._meta["dtype"]).newbyteorder("<")
         if self.vocab_size - 1 > np.iinfo(self.dtype).max:
             raise UserError(f"{self.folder}: {self.dtype.name} cannot hold a vocabulary of {self.vocab_size} ids")
+        for name in checksums(self._meta, self.split):
+            if Path(name).name != name or name.startswith("."):
+                raise UserError(f"{self.folder}: {META_FILE} names the file {name!r}, which is no plain name in it")
         for shard in self._shards:
             self._check_length(shard["file"], shard["tokens"], self.dtype, "tokens")
             if self.has_trained:

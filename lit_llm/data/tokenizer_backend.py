@@ -29,10 +29,11 @@ def load_backend(text: str) -> tokenizers.Tokenizer:
 
 def part_control_tokens(backend: tokenizers.Tokenizer) -> None:
     """Keep control tokens that are typed in a text from being found as words or pieces of the vocabulary, by parting
-    their first character from the others. A BPE makes its tokens by merges, and none of them that way."""
+    their first character from the others. A BPE makes its tokens by merges, and none of them that way, unless it takes
+    whole words as they are."""
     from tokenizers import Regex, models, pre_tokenizers
 
-    if isinstance(backend.model, models.BPE):
+    if isinstance(backend.model, models.BPE) and not backend.model.ignore_merges:
         return
     kept = [t.content for t in backend.get_added_tokens_decoder().values() if t.special and len(t.content) > 1]
     if kept:
