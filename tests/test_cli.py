@@ -225,7 +225,7 @@ def test_a_mistake_is_one_line(cli: Any, line: str, fragments: list[str]) -> Non
         (["--trainer.precision=16-true"], ["16-true", "bf16-true"]),
         (["--trainer.gradient_clip_val=-1"], ["trainer.gradient_clip_val", "above 0", "-1"]),
         (["--trainer.val_check_interval=0"], ["val_check_interval", "at least 1"]),
-        (["--trainer.overfit_batches=1"], ["val_check_interval"]),
+        (["--trainer.strategy=foo"], ["foo"]),
         (["--model=tests.cli_classes.Failing", "--model.mode=user"], ["model.mode user"]),
     ],
 )
