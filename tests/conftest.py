@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,33 @@ def write_texts(folder: Path, documents: int, seed: int = 0) -> None:
     for number in range(documents):
         text = " ".join(rng.choice(words) for _ in range(rng.randint(5, 60)))
         (folder / f"{number:03d}.txt").write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that puts BOS first; every byte is a token."""
+    from tests.data_helpers import llama3_style, write_tokenizer
+
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), llama3_style())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if sys.platform != "linux" or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "x", folder]).returncode:
+        pytest.skip("mounting a small tmpfs needs root on Linux")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small byte-level BPE, which the fast engine knows."""
+    from lit_llm.data import train_tokenizer
+    from tests.prepare_helpers import many_texts
+
+    folder = tmp_path_factory.mktemp("trained")
+    train_tokenizer(many_texts(40), 400).save(folder)
+    return folder

@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -348,13 +350,23 @@ def _hold(folder: str, ready: Any, go: Any) -> None:
         writer.finish()
 
 
-def test_a_store_in_the_making_is_left_alone(words: Tokenizer, tmp_path: Path) -> None:
+@contextmanager
+def holding(folder: Path) -> Iterator[tuple[multiprocessing.process.BaseProcess, Any]]:
+    """Another process that has begun a store there; it goes on when the event is set, and is killed in the end."""
     context = multiprocessing.get_context("spawn")
     ready, go = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(str(tmp_path / "store"), ready, go))
+    process = context.Process(target=_hold, args=(str(folder), ready, go))
     process.start()
     try:
         assert ready.wait(60)
+        yield process, go
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_store_in_the_making_is_left_alone(words: Tokenizer, tmp_path: Path) -> None:
+    with holding(tmp_path / "store") as (process, go):
         with pytest.raises(UserError, match="is being written by another lit-llm prepare"):
             write_store(tmp_path / "store", words, [[3]])
         with pytest.raises(UserError, match="is being written by another lit-llm prepare; wait"):
@@ -362,23 +374,13 @@ def test_a_store_in_the_making_is_left_alone(words: Tokenizer, tmp_path: Path) -
         go.set()
         process.join(60)
         assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
     assert TokenStore(tmp_path / "store").document(0).tolist() == [1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_what_a_killed_process_left_is_cleared_away(words: Tokenizer, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ready, go = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(str(tmp_path / "store"), ready, go))
-    process.start()
-    try:
-        assert ready.wait(60)
-    finally:
-        process.kill()
-        process.join()
+    with holding(tmp_path / "store"):
+        pass
     assert any(path.suffix == ".tmp" for path in tmp_path.iterdir())
     write_store(tmp_path / "store", words, [[3]])
     assert [path.name for path in tmp_path.iterdir()] == ["store"]

@@ -333,7 +333,9 @@ class TokenDataModule(L.LightningDataModule):
         stores = [self._open(folder, split) for folder in self._folders if split in TokenStore.splits(folder)]
         if not stores:
             raise UserError(f"{self._named()} has no split {split!r}; prepare it with --val_fraction above 0")
-        lengths = stores[0].tokenizer.token_byte_lengths()
+        tokenizer = self.tokenizer  # read once, for all stores and splits
+        assert tokenizer is not None
+        lengths = tokenizer.token_byte_lengths()
         parts: list[TokenRows | PackedRows] = []
         for store in stores:
             if self._packed(store):
