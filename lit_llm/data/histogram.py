@@ -68,6 +68,7 @@ class LengthHistogram:
         axes.bar(range(len(rows)), [count for _, count in rows])
         axes.set_xticks(range(len(rows)), [label for label, _ in rows], rotation=45, ha="right", fontsize=8)
         axes.set(xlabel="tokens in a document", ylabel="documents")
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set_title(title, parse_math=False)  # a name may hold a $
         part = path.with_name(f".{path.stem}.part{path.suffix}")
         try:

@@ -62,4 +62,6 @@ class Summary:
 
 def megabytes(size: int) -> str:
     """Bytes in the unit that shows some digits of them."""
+    if size < 1000:
+        return f"{size} B"
     return f"{size / 1e6:,.2f} MB" if size >= 100_000 else f"{size / 1e3:,.2f} kB"

@@ -45,7 +45,9 @@ def read_files(path: Path) -> dict[str, str]:
 def _main_file(path: Path) -> Path:
     if not os.path.isdir(path):
         if not os.path.exists(path):
-            raise UserError(f"no tokenizer at {path}: name a {TOKENIZER_FILE} or a folder that holds one")
+            raise UserError(
+                f"no tokenizer at {path}: name a {TOKENIZER_FILE} or a folder that holds one; a hub's names are not fetched"
+            )
         return path
     names = (TOKENIZER_FILE, *_MODEL_NAMES, *(vocab for vocab, merges in _MERGE_NAMES if (path / merges).is_file()))
     found = next((path / name for name in names if (path / name).is_file()), None)
