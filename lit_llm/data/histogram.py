@@ -60,6 +60,7 @@ class LengthHistogram:
             raise UserError(f"cannot write the picture {path}: give a .png, .svg or .pdf in a folder that exists")
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import MaxNLocator
         except ImportError as error:
             raise UserError("the picture needs matplotlib: pip install 'lit-llm[plot]'") from error
         rows = self.rows()
@@ -68,7 +69,7 @@ class LengthHistogram:
         axes.bar(range(len(rows)), [count for _, count in rows])
         axes.set_xticks(range(len(rows)), [label for label, _ in rows], rotation=45, ha="right", fontsize=8)
         axes.set(xlabel="tokens in a document", ylabel="documents")
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(title, parse_math=False)  # a name may hold a $
         part = path.with_name(f".{path.stem}.part{path.suffix}")
         try:

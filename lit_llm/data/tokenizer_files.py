@@ -46,7 +46,7 @@ def _main_file(path: Path) -> Path:
     if not os.path.isdir(path):
         if not os.path.exists(path):
             raise UserError(
-                f"no tokenizer at {path}: name a {TOKENIZER_FILE} or a folder that holds one; a hub's names are not fetched"
+                f"no tokenizer at {path}: name a {TOKENIZER_FILE} or a folder that holds one (no hub is asked)"
             )
         return path
     names = (TOKENIZER_FILE, *_MODEL_NAMES, *(vocab for vocab, merges in _MERGE_NAMES if (path / merges).is_file()))
