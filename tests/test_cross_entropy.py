@@ -343,14 +343,16 @@ def test_layouts(hidden_layout: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_without_synchronisation() -> None:
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-4, "label_smoothing": 0.1, "softcap": 30.0}])
+def test_cuda_without_synchronisation(options: dict[str, float]) -> None:
     leaves = inputs((4, 300), 64, 500)
-    expected = torch.autograd.grad(plain(*leaves), leaves[:2])
+    loss, _ = linear_cross_entropy(*leaves, **options, backend="reference")
+    expected = torch.autograd.grad(loss if options else plain(*leaves), leaves[:2])
     hidden, weight, labels = (x.detach().cuda() for x in leaves)
     hidden.requires_grad_(), weight.requires_grad_()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss, count = linear_cross_entropy(hidden, weight, labels)
+        loss, count = linear_cross_entropy(hidden, weight, labels, **options)
         (loss / count).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -383,6 +385,15 @@ def test_fake_tensors() -> None:
         ({"bias": torch.zeros(5)}, "bias \\(5,\\) must be \\(17,\\)"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"backend": "fast"}, "unknown backend 'fast'"),
+        ({"z_loss": -1e-4}, "z_loss is -0.0001; it must be a finite number at least 0"),
+        ({"z_loss": float("inf")}, "z_loss is inf"),
+        ({"z_loss": "1"}, "z_loss is '1'"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1.0; it must be a finite number in \\[0, 1\\)"),
+        ({"label_smoothing": -0.1}, "label_smoothing is -0.1"),
+        ({"label_smoothing": float("nan")}, "label_smoothing is nan"),
+        ({"softcap": 0}, "softcap is 0; it must be a finite number above 0, or None"),
+        ({"softcap": float("inf")}, "softcap is inf"),
+        ({"softcap": True}, "softcap is True"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
@@ -402,7 +413,7 @@ from pathlib import Path
 import torch
 from lit_llm.ops import linear_cross_entropy
 
-tokens, hidden_size, vocab_size, training = json.loads(sys.argv[1])
+tokens, hidden_size, vocab_size, training, options = json.loads(sys.argv[1])
 
 def resident(kind):  # not getrusage, whose peak starts at the parent's
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -413,7 +424,7 @@ def peak(tokens, hidden_size, vocab_size):
     weight = (torch.randn(vocab_size, hidden_size) * 0.02).requires_grad_(training)
     labels = torch.randint(vocab_size, (tokens,))
     before = resident("VmRSS:")
-    value, count = linear_cross_entropy(hidden, weight, labels)
+    value, count = linear_cross_entropy(hidden, weight, labels, **options)
     if training:
         (value / count).backward()
     gradients = hidden.nbytes + weight.nbytes if training else 0
@@ -424,8 +435,10 @@ print(json.dumps(peak(tokens, hidden_size, vocab_size)))
 """
 
 
-def peak_share_of_logits(tokens: int, hidden_size: int, vocab_size: int, training: bool = True) -> float:
-    size = json.dumps([tokens, hidden_size, vocab_size, training])
+def peak_share_of_logits(
+    tokens: int, hidden_size: int, vocab_size: int, training: bool = True, **options: float
+) -> float:
+    size = json.dumps([tokens, hidden_size, vocab_size, training, options])
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", PEAK, size], stdout=subprocess.PIPE, check=True, env=environment)
     return json.loads(done.stdout) / (4 * tokens * vocab_size)
@@ -433,8 +446,9 @@ def peak_share_of_logits(tokens: int, hidden_size: int, vocab_size: int, trainin
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("training", [True, False])
-def test_peak_memory(training: bool) -> None:
-    share = peak_share_of_logits(4096, 64, 32000, training)
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-4, "label_smoothing": 0.1, "softcap": 30.0}])
+def test_peak_memory(training: bool, options: dict[str, float]) -> None:
+    share = peak_share_of_logits(4096, 64, 32000, training, **options)
     print(f"peak above inputs and gradients: {share:.1%} of the float32 logits")
     assert share <= 0.20
 

@@ -105,6 +105,82 @@ def test_the_loss_equals_the_cross_entropy_of_the_logits() -> None:
     torch.testing.assert_close(loss_sum, expected, rtol=1e-6, atol=1e-4)
 
 
+def _capped_and_plain(cap: float = 0.3, **fields: Any) -> tuple[Transformer, Transformer]:
+    """The same weights with a final soft cap and without; the cap bites."""
+    capped, plain = (Transformer(ModelConfig(**TINY, final_logit_softcapping=c, **fields)).eval() for c in (cap, None))
+    perturb(plain)
+    capped.load_state_dict(plain.state_dict())
+    return capped, plain
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_final_softcap_caps_every_kind_of_logits(tied: bool) -> None:
+    capped, plain = _capped_and_plain(tie_word_embeddings=tied)
+    input_ids, places = torch.randint(0, 131, (2, 12)), torch.tensor([3, 11])
+    with torch.no_grad():
+        logits = plain(input_ids)
+        expected = 0.3 * torch.tanh(logits / 0.3)
+        assert (logits - expected).abs().max() > 1
+        torch.testing.assert_close(capped(input_ids), expected, atol=1e-6, rtol=0)
+        at = capped(input_ids, logits_at=places)
+        torch.testing.assert_close(at, expected[torch.arange(2), places], atol=1e-5, rtol=0)
+        cached = capped(input_ids, cache=capped.new_cache(2, 12))
+        torch.testing.assert_close(cached, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_of_a_capped_model_is_that_of_its_logits(tied: bool) -> None:
+    model, _ = _capped_and_plain(tie_word_embeddings=tied)
+    input_ids, labels = torch.randint(0, 131, (2, 2, 20)).unbind(0)
+    labels[0, :5] = -100
+    loss_sum, count = model(input_ids, labels=labels, z_loss=0.1, label_smoothing=0.2)
+    logits = model(input_ids)
+    entropy = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.2
+    )
+    z_loss = 0.1 * (logits.logsumexp(-1)[labels != -100] ** 2).sum()
+    assert int(count) == 35
+    assert z_loss > 10
+    torch.testing.assert_close(loss_sum, entropy + z_loss, rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(model(input_ids, labels=labels)[0], _entropy(logits, labels), rtol=1e-6, atol=1e-4)
+    ours, theirs = (torch.autograd.grad(x, list(model.parameters())) for x in (loss_sum, entropy + z_loss))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5 * b.abs().max().item(), rtol=0)
+
+
+def _entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def test_loss_options_out_of_range_are_one_line() -> None:
+    model = Transformer(ModelConfig(**TINY))
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    for options, words in (({"z_loss": -1.0}, "z_loss is -1.0"), ({"label_smoothing": 1.0}, "label_smoothing is 1.0")):
+        with pytest.raises(UserError, match=words):
+            model(ids, labels=ids, **options)
+
+
+def test_greedy_generation_of_a_capped_model_is_the_argmax_of_the_whole_forward() -> None:
+    from lit_llm.generation import GenerationConfig, generate
+
+    capped, plain = _capped_and_plain(cap=2.0)
+    prompt = [5, 17, 99, 3]
+    greedy = GenerationConfig(max_new_tokens=12)  # temperature 0
+    completion = generate(capped, [prompt], greedy)[0]
+    ids = list(prompt)
+    logprobs = []
+    with torch.no_grad():
+        for _ in range(12):
+            logits = capped(torch.tensor([ids]))[0, -1]
+            ids.append(int(logits.argmax()))
+            logprobs.append(logits.log_softmax(-1).max())
+        uncapped = plain(torch.tensor([prompt]))[0, -1].log_softmax(-1).max()
+    assert list(completion.tokens) == ids[4:]
+    # The argmax alone would be the uncapped model's as well: the probabilities are not.
+    torch.testing.assert_close(torch.tensor(completion.logprobs), torch.stack(logprobs), atol=1e-4, rtol=0)
+    assert abs(uncapped - logprobs[0]) > 0.1
+
+
 def test_packed_documents_equal_each_alone() -> None:
     for window in (None, 4):
         model = Transformer(ModelConfig(**TINY, sliding_window=window)).eval()
@@ -242,6 +318,8 @@ def test_every_preset_is_valid_and_near_its_name() -> None:
         ({"unpadded_vocab_size": 200}, "unpadded_vocab_size 200 is above vocab_size 131"),
         ({"attention_dropout": 1.0}, "attention_dropout must be in"),
         ({"tie_word_embeddings": "yes"}, "must be true or false"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping must be above 0 or null"),
+        ({"final_logit_softcapping": "high"}, "final_logit_softcapping must be a number"),
     ],
 )
 def test_a_bad_configuration_is_one_line(fields: dict[str, Any], words: str) -> None:

@@ -44,6 +44,7 @@ class ModelConfig:
         sliding_window: keys that a sliding layer sees, the query's own included.
         layer_types: per layer ``full_attention`` or ``sliding_attention``; None: all sliding if sliding_window is set.
         attn_logit_softcapping: soft cap on attention scores (Gemma 2), or None.
+        final_logit_softcapping: soft cap on the logits (Gemma 2), or None.
         attention_dropout: dropout on attention probabilities in training.
         initializer_range: standard deviation of the initial weights.
         unpadded_vocab_size: ids that the tokenizer knows when the vocabulary is padded beyond them; ids from there on
@@ -76,6 +77,7 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
     unpadded_vocab_size: int | None = None
@@ -122,7 +124,7 @@ class ModelConfig:
         for name in (*positive, "rms_norm_eps", "initializer_range"):
             if getattr(self, name) <= 0:
                 raise UserError(f"model.config.{name} must be above 0, got {getattr(self, name)}")
-        for name in ("sliding_window", "attn_logit_softcapping", "unpadded_vocab_size"):
+        for name in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "unpadded_vocab_size"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise UserError(f"model.config.{name} must be above 0 or null, got {getattr(self, name)}")
         if self.num_attention_heads % self.kv_heads:

@@ -102,6 +102,8 @@ class Transformer(nn.Module):
         max_seqlen: int | None = None,
         cache: KVCache | None = None,
         logits_at: Tensor | None = None,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits, or with ``labels`` the summed loss.
 
@@ -115,13 +117,17 @@ class Transformer(nn.Module):
             cache: keys and values of the tokens before; the new ones are written to it. The caller moves it on
                 (:meth:`KVCache.advance`), since only it knows which tokens of a padded row are real.
             logits_at: (batch,) places; the logits of these alone are computed.
+            z_loss: weight of the squared logsumexp in the loss, and
+            label_smoothing: share of the target spread over the vocabulary; both of
+                :func:`lit_llm.ops.linear_cross_entropy`, and of no effect without ``labels``.
 
         Returns:
             (batch, seq, vocab_size) logits in the compute dtype, or (batch, vocab_size) with ``logits_at``; with
             ``labels`` two scalars: the sum of the loss over the labels (float32), and their number.
 
         Raises:
-            UserError: an id outside the vocabulary (on a CPU), a sequence longer than the context.
+            UserError: an id outside the vocabulary (on a CPU), a sequence longer than the context, z_loss or
+                label_smoothing out of its range.
         """
         seq_len = input_ids.shape[1]
         if cache is not None:
@@ -143,9 +149,13 @@ class Transformer(nn.Module):
         if logits_at is not None:
             x = x[torch.arange(len(x), device=x.device), logits_at]
         x = self.norm(x)
+        cap = self.config.final_logit_softcapping
         if labels is not None:
-            return linear_cross_entropy(x, self.head_weight, labels)
-        return nn.functional.linear(x, self.head_weight)
+            return linear_cross_entropy(
+                x, self.head_weight, labels, z_loss=z_loss, label_smoothing=label_smoothing, softcap=cap
+            )
+        logits = nn.functional.linear(x, self.head_weight)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         try:
