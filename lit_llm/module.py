@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lit_llm.checkpoint.average import averaged_weights, plain_name
+from lit_llm.checkpoint.compare import compare_configs
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 from lit_llm.generation import GenerationConfig, generate
@@ -19,11 +22,23 @@ from lit_llm.generation.chat import until_turn_ends
 from lit_llm.metrics import TokenLoss
 from lit_llm.model import ModelConfig, Transformer
 from lit_llm.model.config import preset_fields
-from lit_llm.optim import OptimizerConfig, ScheduleConfig, build_optimizer, build_scheduler
-from lit_llm.window import StepWindow
+from lit_llm.optim import (
+    OptimizerConfig,
+    ScheduleConfig,
+    StepSchedule,
+    build_optimizer,
+    build_scheduler,
+    describe_groups,
+    resolved,
+)
+from lit_llm.optim.checks import as_float
+from lit_llm.training.boundary import StepBoundary
+from lit_llm.training.gradients import gradients_of, total_norm
+from lit_llm.training.guard import GuardConfig
+from lit_llm.training.window import StepWindow
 
 CHECKPOINT_FORMAT = 1
-_Config = TypeVar("_Config", OptimizerConfig, ScheduleConfig, GenerationConfig)
+_Config = TypeVar("_Config", OptimizerConfig, ScheduleConfig, GenerationConfig, GuardConfig)
 
 
 class LitLLM(L.LightningModule):
@@ -45,7 +60,11 @@ class LitLLM(L.LightningModule):
         generation: how predict decodes.
         compile: torch.compile of each block, in place.
         attention_backend: of :func:`lit_llm.ops.attention`.
-        seed: of the initial weights; None: Lightning's global seed, or 0.
+        seed: of the initial weights and of what training draws at random; None: Lightning's global seed, or 0.
+        guard: which steps are not taken.
+        z_loss: coefficient of the squared log-partition function, a term of the training loss that keeps logits small.
+        label_smoothing: share of the training loss that is spread over the whole vocabulary. Validation and test
+            measure the plain loss.
 
     Raises:
         UserError: a configuration that does not fit together or contradicts the data.
@@ -62,11 +81,17 @@ class LitLLM(L.LightningModule):
         compile: bool = False,
         attention_backend: str = "auto",
         seed: int | None = None,
+        guard: GuardConfig = GuardConfig(),  # noqa: B008
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         self.optimizer_config = _as(OptimizerConfig, optimizer)
         self.schedule_config = _as(ScheduleConfig, schedule)
         self.generation_config = _as(GenerationConfig, generation)
+        self.guard_config = _as(GuardConfig, guard)
+        self.z_loss = as_float("model.z_loss", z_loss, 0.0)
+        self.label_smoothing = as_float("model.label_smoothing", label_smoothing, 0.0, 1.0, below=True)
         self.compile_blocks, self.attention_backend = compile, attention_backend
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.config_source = config
@@ -74,6 +99,7 @@ class LitLLM(L.LightningModule):
         self.tokenizer: Tokenizer | None = None
         self.model: Transformer | nn.Module | None = None
         self._window = StepWindow()
+        self._boundary = StepBoundary(self._window, self.guard_config, self.seed)
         self._no_tokenizer = "predict needs a tokenizer: none is in the checkpoint; give data.store"
         self._sources: list[tuple[str, str]] = []
         self._tokens_by_store: dict[str, int] = {}
@@ -149,7 +175,11 @@ class LitLLM(L.LightningModule):
             batch: ``input_ids`` and ``labels`` (batch, seq); ``document_ids`` and ``position_ids`` (batch, seq) if any.
         """
         names = ("position_ids", "document_ids", "labels", "cu_seqlens", "max_seqlen")
-        return self(batch["input_ids"], **{name: batch[name] for name in names if name in batch})
+        inputs = {name: batch[name] for name in names if name in batch}
+        if self.training:
+            terms = {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing}
+            inputs.update({name: value for name, value in terms.items() if value})
+        return self(batch["input_ids"], **inputs)
 
     # Training
 
@@ -160,6 +190,8 @@ class LitLLM(L.LightningModule):
             raise UserError(
                 "trainer.precision 16-true keeps float16 weights and trains to NaN; use bf16-true or 16-mixed"
             )
+        if stage == "fit":
+            self._boundary.attach(self.trainer)
         data = getattr(self.trainer, "datamodule", None)
         if self.tokenizer is None:
             try:
@@ -213,37 +245,37 @@ class LitLLM(L.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Makes the gradient that of the mean over the global batch's label tokens, clips it, and logs the step.
+        """Measures the gradient's norm, clips it, lets the guard judge the step, and logs it.
 
-        Gradients arrive unscaled by the precision plugin, averaged over ranks and micro-batches. One reduction of two
-        numbers and one pass over the gradients; no value is read on the host unless this step is logged.
+        The gradient is by now that of the mean over the global batch's label tokens, see :class:`StepBoundary`. No
+        value is read on the host unless this step is logged.
         """
-        if not self._window.is_open:  # an overridden training_step: Lightning's own semantics
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        trainer = self.trainer
-        loss_sum, count, factor = self._window.close(trainer)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        logged = trainer._logger_connector.should_update_logs
+        boundary = self._boundary
+        loss, gradients = boundary.mean_loss, gradients_of(optimizer)
         by_norm = bool(gradient_clip_val) and str(gradient_clip_algorithm or "norm").endswith("norm")
-        norm = None
-        if by_norm or logged:
-            norm = nn.utils.get_total_norm(gradients) * factor
-        coefficient = factor
-        if by_norm and norm is not None:
+        logged = loss is not None and self.trainer._logger_connector.should_update_logs
+        norm = total_norm(gradients, self.device) if by_norm or logged or self.guard_config.active else None
+        if loss is None or not by_norm:  # Lightning's own way for an overridden training_step, and by value
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif norm is not None and gradients:
             assert gradient_clip_val is not None
-            coefficient = factor * (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype) if gradients else coefficient)
-        if gradient_clip_val and not by_norm:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        if logged and norm is not None:
-            self._log_step(optimizer, loss_sum / count, norm)
+            coefficient = (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, coefficient)
+        if norm is not None and self.guard_config.active:
+            boundary.judge(self.trainer, optimizer, norm)
+        if logged:
+            assert loss is not None
+            assert norm is not None
+            self._window.count_trained()
+            self._log_step(optimizer, loss, norm)
 
     def _log_step(self, optimizer: torch.optim.Optimizer, loss: Tensor, norm: Tensor) -> None:
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/grad_norm", norm)
+        if self.guard_config.active:
+            self.log("train/skipped_steps", self._boundary.guard.skipped.to("cpu", torch.float64))
         # As float64: Lightning would make float32 of a number, which counts no further than 16 million tokens.
-        self.log("train/learning_rate", torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64))
+        self.log("train/learning_rate", torch.tensor(self._learning_rate(optimizer), dtype=torch.float64))
         self.log("train/tokens", self._window.trained_tokens.to("cpu", torch.float64))
         by_source = self._window.trained_tokens_by_source
         if by_source is not None:
@@ -253,8 +285,15 @@ class LitLLM(L.LightningModule):
         if rate is not None:
             self.log("train/tokens_per_second", rate, prog_bar=True)
 
+    def _learning_rate(self, optimizer: torch.optim.Optimizer) -> float:
+        """The scheduled rate; single groups may scale it."""
+        schedules = [one.scheduler for one in self.trainer.lr_scheduler_configs]
+        if len(schedules) == 1 and isinstance(schedules[0], StepSchedule):
+            return self.optimizer_config.lr * schedules[0].factor
+        return float(optimizer.param_groups[0]["lr"])
+
     def configure_optimizers(self) -> Any:
-        """AdamW over two parameter groups, and the schedule in optimizer steps."""
+        """The optimizer over its parameter groups, and the schedule in optimizer steps; both are told at the start."""
         config = self.optimizer_config
         if str(self.trainer.precision) == "16-mixed":
             # A fused optimizer unscales inside its own step: the gradients would be clipped and logged still scaled.
@@ -262,11 +301,25 @@ class LitLLM(L.LightningModule):
                 raise UserError("model.optimizer.fused can't be true with trainer.precision 16-mixed; set it to null")
             config = dataclasses.replace(config, fused=False)
         optimizer = build_optimizer(self, config)
-        total = self.schedule_config.total_steps or self.total_steps()
-        scheduler = build_scheduler(optimizer, self.schedule_config, total)
-        steps = "no fixed number of" if total is None else f"{total:,}"
-        rank_zero_info(f"schedule: {self.schedule_config.name} over {steps} steps")
+        total, tokens = self.total_steps(), self.tokens_per_step()
+        scheduler = build_scheduler(optimizer, self.schedule_config, total, tokens)
+        rank_zero_info(describe_groups(optimizer))
+        lengths = resolved(self.schedule_config, total, tokens)
+        steps = "no fixed number of" if lengths.total is None else f"{lengths.total:,}"
+        rank_zero_info(f"schedule: {self.schedule_config.name} over {steps} steps, {lengths.warmup:,} of them warm-up")
+        end = total or lengths.total
+        if end is not None and lengths.warmup > end:
+            rank_zero_warn(
+                f"model.schedule: the warm-up of {lengths.warmup:,} steps is longer than the run of {end:,}; the rate "
+                "ends below its peak"
+            )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def tokens_per_step(self) -> int | None:
+        """Tokens of a global batch, padding and ignored labels among them; None when the data does not say."""
+        data = getattr(self.trainer, "datamodule", None)
+        rows, length = getattr(data, "global_batch_size", None), getattr(data, "seq_len", None)
+        return rows * length if isinstance(rows, int) and isinstance(length, int) else None
 
     def total_steps(self) -> int | None:
         """Optimizer steps of the run, by the Trainer's max_steps and max_epochs; None when neither bounds it."""
@@ -290,8 +343,7 @@ class LitLLM(L.LightningModule):
         rank_zero_info(f"model: {sum(p.numel() for p in self.parameters()):,} parameters")
 
     def on_train_start(self) -> None:
-        """Begins with no open window, and starts the clock of tokens per second."""
-        self._window.discard()
+        """Starts the clock of tokens per second, and the counts of the data's stores."""
         self._begin_sources()
         self._window.start_clock()
 
@@ -368,7 +420,8 @@ class LitLLM(L.LightningModule):
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what generation needs, as plain types."""
+        """Adds what generation needs, as plain types, and takes what torch.compile wrote out of the names."""
+        checkpoint["state_dict"] = {plain_name(name): t for name, t in checkpoint["state_dict"].items()}
         config = self.model.config.to_dict() if isinstance(self.model, Transformer) else None
         checkpoint["lit_llm"] = {
             "format": CHECKPOINT_FORMAT,
@@ -379,9 +432,17 @@ class LitLLM(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the checkpoint's tokenizer, builds the model if needed, and names what does not fit it."""
+        """Takes the checkpoint's tokenizer, builds the model if needed, and names what does not fit it.
+
+        Outside of fit the averaged weights are taken where fit validated with them.
+        """
+        if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
+            averaged = averaged_weights(checkpoint)
+            if averaged is not None:
+                checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
         saved = checkpoint.get("lit_llm")
         if saved is None:
+            self._fit_names(checkpoint)
             return
         if saved["format"] > CHECKPOINT_FORMAT:
             raise UserError(
@@ -392,15 +453,22 @@ class LitLLM(L.LightningModule):
             self._refuse_other_tokenizer()
         if self.model is None:
             self.configure_model()
+        self._fit_names(checkpoint)
         self._window.trained_tokens = torch.tensor(saved["trained_tokens"], dtype=torch.int64)
         self._tokens_by_store = dict(saved.get("trained_tokens_by_store", {}))
         self._sources, self._window.trained_tokens_by_source = [], None
         if saved["config"] is not None and isinstance(self.model, Transformer):
-            _compare_shapes(saved["config"], self.model)
+            compare_configs(saved["config"], self.model.config)
             # The model may have been built before its tokenizer was known.
             names = [n for n in ("bos_token_id", "eos_token_id", "unpadded_vocab_size") if n in saved["config"]]
             unknown = {n: saved["config"][n] for n in names if getattr(self.model.config, n) is None}
             self.model.config = dataclasses.replace(self.model.config, **unknown)
+
+    def _fit_names(self, checkpoint: dict[str, Any]) -> None:
+        """Weights of a compiled model load into a plain one, and the other way round."""
+        mine = {plain_name(name): name for name in self.state_dict()}
+        weights = checkpoint["state_dict"].items()
+        checkpoint["state_dict"] = {mine.get(plain_name(name), name): tensor for name, tensor in weights}
 
     def _refuse_other_tokenizer(self) -> None:
         """A loss over ids that mean other texts than those the model learned is no figure at all."""
@@ -429,6 +497,9 @@ class LitLLM(L.LightningModule):
                 "compile": self.compile_blocks,
                 "attention_backend": self.attention_backend,
                 "seed": self.seed,
+                "guard": _plain(self.guard_config),
+                "z_loss": self.z_loss,
+                "label_smoothing": self.label_smoothing,
             },
             logger=False,
         )
@@ -443,34 +514,6 @@ def _refuse_unshifted(batch: Mapping[str, Any]) -> None:
             "the first batch's labels equal its input_ids (the Hugging Face habit); here labels[t] is the token after "
             "input_ids[t]: shift them in the data"
         )
-
-
-# What may differ between a checkpoint and the model that it is loaded into: it changes neither shapes nor the function.
-_FREE_FIELDS = {
-    "max_position_embeddings",
-    "attention_dropout",
-    "initializer_range",
-    "unpadded_vocab_size",
-    "bos_token_id",
-    "eos_token_id",
-}
-_SHAPES = {
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
-    *("num_key_value_heads", "tie_word_embeddings", "norm_type", "use_qk_norm"),
-    *("attention_bias", "attention_output_bias", "mlp_bias"),
-}
-
-
-def _compare_shapes(saved: Mapping[str, Any], model: Transformer) -> None:
-    """Refuses a checkpoint whose weights do not fit, and names what else the model computes differently."""
-    present = model.config.to_dict()
-    changed = [n for n in saved if n in present and n not in _FREE_FIELDS and saved[n] != present[n]]
-    named = {n: f"{n} {saved[n]} there, {present[n]} here" for n in changed}
-    misfits = [named[n] for n in changed if n in _SHAPES]
-    if misfits:
-        raise UserError(f"the checkpoint is of another model: {'; '.join(misfits)}; give its model.config")
-    if changed:
-        rank_zero_warn(f"the model computes otherwise than the checkpoint's: {'; '.join(named.values())}")
 
 
 def _as(kind: type[_Config], value: Any) -> _Config:

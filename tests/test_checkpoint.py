@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 from pathlib import Path
@@ -50,7 +51,7 @@ def fit(store: str, folder: Path, steps: int, *, ckpt_path: Path | None = None, 
     return trainer
 
 
-ARGUMENTS = ("dirpath", "every_n_train_steps", "keep_last", "save_top_k", "monitor", "mode", "save_on_exception")
+ARGUMENTS = set(inspect.signature(RunCheckpoint).parameters)
 
 
 def names(folder: Path) -> list[str]:
@@ -179,6 +180,22 @@ def test_every_checkpoint_knows_its_own_score(store: str, tmp_path: Path) -> Non
         assert state["files"][-1]["step"] == step
 
 
+def test_round_steps_are_kept_besides(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([3.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 0.5, 8.0, 9.0])
+    evaluated = LitLLM._evaluated
+    monkeypatch.setattr(LitLLM, "_evaluated", lambda self, stage: {**evaluated(self, stage), "val/loss": next(scores)})
+    options: dict[str, Any] = {"keep_last": 1, "save_top_k": 1, "keep_every_n_steps": 6}
+    fit(store, tmp_path, 14, **options)  # 4 is the best, 14 the last
+    assert names(tmp_path) == ["step-12.ckpt", "step-14.ckpt", "step-4.ckpt", "step-6.ckpt"]
+    last = tmp_path / "checkpoints" / "step-14.ckpt"
+    assert [one["step"] for one in read_checkpoint(last)["callbacks"]["RunCheckpoint"]["files"]] == [4, 6, 12, 14]
+    # A resumed run knows them. 6 is no longer round, and goes; 4 is, and stays though 16 beats it; so does the start.
+    fit(store, tmp_path, 18, ckpt_path=last, **{**options, "keep_every_n_steps": 4})
+    assert names(tmp_path) == ["step-12.ckpt", "step-14.ckpt", "step-16.ckpt", "step-18.ckpt", "step-4.ckpt"]
+    fit(store, tmp_path, 20, ckpt_path=tmp_path / "checkpoints" / "step-18.ckpt", keep_last=1, save_top_k=0)
+    assert names(tmp_path) == ["step-14.ckpt", "step-18.ckpt", "step-20.ckpt"]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -225,21 +242,20 @@ def test_a_resumed_run_goes_on_with_its_files(store: str, tmp_path: Path) -> Non
     assert names(tmp_path / "other") == ["step-10.ckpt", "step-4.ckpt", "step-6.ckpt", "step-8.ckpt"]
 
 
-def test_a_killed_save_leaves_nothing_under_a_final_name(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_save_leaves_nothing(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(store, tmp_path, 2)
-    save = L.Trainer.save_checkpoint
+    replace = os.replace
 
-    def killed(self: L.Trainer, path: str, *args: Any, **kwargs: Any) -> None:
-        save(self, path, *args, **kwargs)
+    def interrupted(source: Any, target: Any) -> None:
+        assert Path(source).name == ".step-4.ckpt.partial"
         raise KeyboardInterrupt  # after the bytes, before the name
 
-    monkeypatch.setattr(L.Trainer, "save_checkpoint", killed)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(SystemExit):
         fit(store, tmp_path, 4, ckpt_path=tmp_path / "checkpoints" / "step-2.ckpt")
-    assert names(tmp_path) == [".step-4.ckpt.partial", "step-2.ckpt"]
-    monkeypatch.setattr(L.Trainer, "save_checkpoint", save)
+    assert names(tmp_path) == ["step-2.ckpt"]
+    monkeypatch.setattr(os, "replace", replace)
+    (tmp_path / "checkpoints" / ".step-4.ckpt.partial").write_bytes(b"half")  # what a killed process leaves
     fit(store, tmp_path, 4, ckpt_path=tmp_path / "checkpoints" / "step-2.ckpt")
     assert names(tmp_path) == ["step-2.ckpt", "step-4.ckpt"]
 
@@ -256,7 +272,9 @@ def test_saving_on_an_error_if_asked_to(store: str, tmp_path: Path) -> None:
         assert names(tmp_path / str(asked)) == expected
 
 
-@pytest.mark.parametrize("options", [{"keep_last": 0}, {"save_top_k": -1}, {"every_n_train_steps": 0}])
+@pytest.mark.parametrize(
+    "options", [{"keep_last": 0}, {"save_top_k": -1}, {"every_n_train_steps": 0}, {"keep_every_n_steps": 0}]
+)
 def test_options_out_of_range(options: dict[str, int]) -> None:
     with pytest.raises(UserError, match=next(iter(options))):
         RunCheckpoint(**options)  # type: ignore[arg-type]

@@ -4,5 +4,6 @@ from lit_llm.callbacks.checkpoints import RunCheckpoint
 from lit_llm.callbacks.predictions import PredictionWriter
 from lit_llm.callbacks.progress import ProgressLines
 from lit_llm.callbacks.run_config import SaveConfig
+from lit_llm.callbacks.weight_average import WeightAverage
 
-__all__ = ["PredictionWriter", "ProgressLines", "RunCheckpoint", "SaveConfig"]
+__all__ = ["PredictionWriter", "ProgressLines", "RunCheckpoint", "SaveConfig", "WeightAverage"]

@@ -1,39 +1,31 @@
-"""The checkpoints of a run: the last ones and the best."""
+"""The checkpoints of a run: the last ones, the best and those of round steps."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_llm.callbacks.saved_files import KeepRule
+from lit_llm.callbacks.saving import SavingCheckpoint
 from lit_llm.errors import UserError
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """One file that this run, or the one it was resumed from, has written."""
-
-    name: str
-    step: int
-    score: float | None
-
-
-class RunCheckpoint(ModelCheckpoint):
-    """Saves ``step-N.ckpt``, N the optimizer step, and keeps the last ones and the best.
+class RunCheckpoint(SavingCheckpoint):
+    """Saves ``step-N.ckpt``, N the optimizer step, and keeps the last ones, the best and those of round steps.
 
     Saved is after each validation or, if given, every so many steps; where nothing is validated after each epoch; and
     always at the end of training, so that the newest file is the final state. A step that is validated is saved after
     that, so that its file knows its score.
 
     What another run wrote into the same folder is never removed, renamed or overwritten: a name that is taken gets -v1
-    behind it. A file comes to its name by renaming, so that a killed save leaves nothing under a final name.
+    behind it. A file comes to its name when it is complete, so that a killed save leaves nothing under a final name,
+    and only then older ones are removed.
+
+    A save that fails, as on a full disk, is told in one line; training goes on, and the next save that is due tries
+    again. Only when the final state can't be saved is it an error, of the kind CheckpointWriteError and on all ranks.
 
     Args:
         dirpath: folder of the files; None: ``checkpoints`` in the Trainer's default_root_dir.
@@ -44,6 +36,9 @@ class RunCheckpoint(ModelCheckpoint):
         mode: whether the best is the least or the greatest.
         save_on_exception: save when training ends by an error or Ctrl-C.
         save_weights_only: leave out what resuming needs.
+        keep_every_n_steps: checkpoints whose step is a multiple are kept besides; None: none.
+        async_save: write in the background, while training goes on; takes a copy of the checkpoint in CPU memory. A
+            save waits for the one before. For one device and ddp.
     """
 
     def __init__(
@@ -56,14 +51,19 @@ class RunCheckpoint(ModelCheckpoint):
         mode: Literal["min", "max"] = "min",
         save_on_exception: bool = False,
         save_weights_only: bool = False,
+        keep_every_n_steps: int | None = None,
+        async_save: bool = False,
     ) -> None:
-        if every_n_train_steps is not None and every_n_train_steps < 1:
-            raise UserError(f"checkpoint.every_n_train_steps must be at least 1 or null, got {every_n_train_steps}")
+        for name, every in (("every_n_train_steps", every_n_train_steps), ("keep_every_n_steps", keep_every_n_steps)):
+            if every is not None and every < 1:
+                raise UserError(f"checkpoint.{name} must be at least 1 or null, got {every}")
         if keep_last != -1 and keep_last < 1:
             raise UserError(f"checkpoint.keep_last must be at least 1, or -1 for all, got {keep_last}")
         if save_top_k < 0:
             raise UserError(f"checkpoint.save_top_k must be 0 or more, got {save_top_k}")
         super().__init__(
+            KeepRule(keep_last, save_top_k, mode, keep_every_n_steps),
+            async_save,
             dirpath=dirpath,
             monitor=monitor,
             mode=mode,
@@ -72,34 +72,19 @@ class RunCheckpoint(ModelCheckpoint):
             save_on_exception=save_on_exception,
             save_weights_only=save_weights_only,
         )
-        self.keep_last = keep_last
-        self._saved: list[_Saved] = []
         self._save_after_validation = False
-        self._resumed_here = False
-
-    @property
-    def state_key(self) -> str:
-        """One key whatever the options, so that a resumed run finds its files under other ones too."""
-        return type(self).__qualname__
-
-    # When
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Settles the folder, and removes what killed saves have left in it."""
-        folder = self.dirpath or os.path.join(trainer.default_root_dir, "checkpoints")
-        self.dirpath = os.path.realpath(trainer.strategy.broadcast(folder))
-        if stage == "fit" and trainer.is_global_zero:
-            for path in Path(self.dirpath).glob(".*.partial"):
-                path.unlink(missing_ok=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A resumed run has its present step on disk already."""
         self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = str(trainer.ckpt_path or self._last_checkpoint_saved)
+        self._failed_step = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves a step that is due or the last, or leaves it to the validation that follows."""
+        self._look_after_background(trainer)
         due = self._every_n_train_steps > 0 and trainer.global_step % self._every_n_train_steps == 0
         if not (due or _is_final(trainer)) or self._should_skip_saving_checkpoint(trainer):
             return
@@ -131,90 +116,49 @@ class RunCheckpoint(ModelCheckpoint):
             self._save(trainer, None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the final state, if it is not saved yet."""
+        """Saves the final state, if it is not saved yet; waits for the background.
+
+        Raises:
+            CheckpointWriteError: it can't be saved; on all ranks.
+        """
+        self._settle(trainer)
         if not self._should_skip_saving_checkpoint(trainer):
-            self._save(trainer, None)
+            self._save_or_raise(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves if asked to."""
-        if self._should_save_on_exception(trainer) and trainer.state.fn == TrainerFn.FITTING:
-            self._save(trainer, None)
+        """Waits for the background, and saves if asked to.
 
-    # What
+        The other ranks may train on or be gone. So where rank 0 writes the whole it does that without them.
+        """
+        self._settle(trainer, alone=True)
+        wanted = self._should_save_on_exception(trainer) and self._failed_step != trainer.global_step
+        if wanted and trainer.state.fn == TrainerFn.FITTING and (trainer.is_global_zero or not self._rank_0_writes):
+            self._save(trainer, None, foreground=True, alone=self._rank_0_writes)
 
-    def _save(self, trainer: Trainer, score: torch.Tensor | None) -> None:
-        value = None if score is None or torch.isnan(score) else float(score)
-        saved = _Saved(self._free_name(trainer), trainer.global_step, value)
-        keep = self._kept([*self._saved, saved])
-        gone = [old for old in self._saved if old not in keep]
-        self._saved = keep
-        self._tell(saved)  # before saving, as it is part of what is saved
-        self._write(trainer, self._path(saved))
-        for old in gone:
-            if self._should_remove_checkpoint(trainer, self._path(old), self._path(saved)):
-                self._remove_checkpoint(trainer, self._path(old))
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Waits for the background."""
+        self._settle(trainer, alone=True)
 
-    def _write(self, trainer: Trainer, path: str) -> None:
-        folder, name = os.path.split(path)
-        partial = os.path.join(folder, f".{name}.partial")
-        trainer.save_checkpoint(partial, self.save_weights_only)
-        if trainer.is_global_zero:
-            os.replace(partial, path)
-        trainer.strategy.barrier("RunCheckpoint")
-        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, path
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(self)
+    def save_now(self, trainer: Trainer) -> str | None:
+        """Saves this very step, unless it is saved already, and returns when the file is there. All ranks call it.
 
-    def _kept(self, saved: list[_Saved]) -> list[_Saved]:
-        last = saved if self.keep_last == -1 else saved[-self.keep_last :]
-        best = self._ranked(saved)[: self.save_top_k]
-        return [one for one in saved if one in last or one in best]
+        Other callbacks may call it in their own hooks during training; this callback then has nothing left to save at
+        that step, and the file knows no score.
 
-    def _ranked(self, saved: list[_Saved]) -> list[_Saved]:
-        """Those with a score, the best first."""
-        sign = 1 if self.mode == "min" else -1
-        return sorted((one for one in saved if one.score is not None), key=lambda one: sign * (one.score or 0.0))
+        Returns:
+            The file's path; None where there is nothing to save: before the first step, with fast_dev_run, outside
+            of fit.
 
-    def _tell(self, newest: _Saved) -> None:
-        """Fills the attributes by which Lightning and its loggers know a ModelCheckpoint."""
-        ranked = self._ranked(self._saved)
-        self.last_model_path = self._path(newest)
-        self.current_score = None if newest.score is None else torch.tensor(newest.score)
-        self.best_k_models = {self._path(one): torch.tensor(one.score) for one in ranked[: self.save_top_k]}
-        self.best_model_path = self._path(ranked[0]) if ranked else ""
-        self.best_model_score = torch.tensor(ranked[0].score) if ranked else None
-
-    def _path(self, saved: _Saved) -> str:
-        return os.path.join(str(self.dirpath), saved.name)
-
-    def _free_name(self, trainer: Trainer) -> str:
-        stem, version = f"step-{trainer.global_step}", 0
-        while True:
-            name = f"{stem}-v{version}.ckpt" if version else f"{stem}.ckpt"
-            if not self.file_exists(os.path.join(str(self.dirpath), name), trainer):
-                return name
-            version += 1
-
-    # Across processes
-
-    def state_dict(self) -> dict[str, Any]:
-        """The files of this run, beside what ModelCheckpoint keeps."""
-        files = [{"name": one.name, "step": one.step, "score": one.score} for one in self._saved]
-        return {**super().state_dict(), "files": files}
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Notes whether the run goes on in its own folder; called before the state is loaded."""
-        path = trainer.ckpt_path
-        self._resumed_here = path is not None and os.path.dirname(os.path.realpath(path)) == self.dirpath
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the earlier files over as this run's own if it was resumed from one of them, in their folder."""
-        if self._resumed_here:
-            saved = [_Saved(**one) for one in state_dict.get("files", [])]
-            self._saved = [one for one in saved if os.path.exists(self._path(one))]
-            if self._saved:
-                self._tell(self._saved[-1])
+        Raises:
+            CheckpointWriteError: it can't be saved; on all ranks.
+        """
+        self._settle(trainer)
+        if self._last_global_step_saved == trainer.global_step and self._last_checkpoint_saved:
+            return self._last_checkpoint_saved
+        if self._should_skip_saving_checkpoint(trainer):
+            return None
+        self._save_or_raise(trainer)
+        return self._last_checkpoint_saved
 
 
 def _is_final(trainer: Trainer) -> bool:

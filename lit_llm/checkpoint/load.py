@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lit_llm.checkpoint.average import averaged_weights, plain_name
 from lit_llm.checkpoint.find import CHECKPOINTS, find_checkpoint, list_checkpoints
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
@@ -20,6 +21,8 @@ def load_model(
     source: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Transformer, Tokenizer]:
     """The model of a run or of a checkpoint, ready to generate, with the tokenizer it was trained with.
+
+    The weights are the averaged ones where the run validated with them (WeightAverage).
 
     Args:
         source: a run's folder, whose checkpoint completed last is taken, or a checkpoint file.
@@ -38,7 +41,8 @@ def load_model(
         raise UserError(f"{path} holds no tokenizer: it was trained on data without one, so there is no text to make")
     with torch.device("meta"):
         model = Transformer(ModelConfig.from_dict(config))
-    weights = {name.removeprefix(PREFIX): t for name, t in content["state_dict"].items() if name.startswith(PREFIX)}
+    named = {**content["state_dict"], **(averaged_weights(content) or {})}
+    weights = {plain_name(name).removeprefix(PREFIX): t for name, t in named.items() if name.startswith(PREFIX)}
     _check_names(path, weights, model)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model.load_state_dict({name: _moved(t, target, dtype) for name, t in weights.items()}, assign=True)

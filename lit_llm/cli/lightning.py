@@ -19,6 +19,7 @@ from lit_llm.checkpoint.find import CHECKPOINTS, Found, find_checkpoint, list_ch
 from lit_llm.checkpoint.load import describe
 from lit_llm.cli.arguments import Arguments, prepare_arguments
 from lit_llm.cli.explain import explain
+from lit_llm.cli.fit_tools import replay_file, schedule_picture
 from lit_llm.cli.processes import Children, is_first_process
 from lit_llm.cli.trainer import LOG_EVERY, RunTrainer, make_trainer, refuse_unavailable
 from lit_llm.cli.yaml_text import dump_yaml
@@ -104,6 +105,16 @@ class RunCLI(LightningCLI):
             type=bool | None,
             help="false reads a checkpoint that holds other objects than plain types, and runs code that it may hold.",
         )
+        if self.command == "fit":
+            parser.add_argument(
+                "--print_schedule", action="store_true", help="Draws the learning rate over the run, and exits."
+            )
+            parser.add_argument(
+                "--replay",
+                type=str | None,
+                help="Instead of training, computes a batch that the guard has saved (FILE in replays/ of the run) with "
+                "the weights of --ckpt_path (default: last), and says where it goes wrong.",
+            )
         if self.command == "predict":
             parser.add_argument(
                 "--output", type=str | None, help="file of the completions; null: predictions.jsonl in the run's folder"
@@ -136,13 +147,28 @@ class RunCLI(LightningCLI):
         refuse_unavailable(self.config.trainer)
         if self.command == "fit":
             _check_writable(root)
+            self._say_what_may_surprise(root)
         self.found = self._find_checkpoint(root)
         if self.found is not None:
             self._fill_from(self.found)
 
+    @property
+    def _trains(self) -> bool:
+        return self.command == "fit" and not self.config.print_schedule and self.config.replay is None
+
+    def _say_what_may_surprise(self, root: Path) -> None:
+        """An unbounded run, and one that starts afresh in the folder of another."""
+        settings = self.config.trainer
+        if not self._trains or settings.fast_dev_run:
+            return
+        if settings.max_steps == -1 and settings.max_epochs is None and settings.max_time is None:
+            say("neither trainer.max_steps nor trainer.max_epochs is given: Lightning trains 1,000 epochs")
+        if self.config.ckpt_path is None and (earlier := list_checkpoints(root)[:1]):
+            say(f"{earlier[0]} is of an earlier run, which is left alone; --ckpt_path last would go on with it")
+
     def _find_checkpoint(self, root: Path) -> Found | None:
         which = self.config.ckpt_path
-        if which is None and self.command == "fit":
+        if self.command == "fit" and (self.config.print_schedule or (which is None and self.config.replay is None)):
             return None
         found = find_checkpoint(root, which or "last", weights_only=self.config.weights_only is not False)
         if found is None:
@@ -152,12 +178,12 @@ class RunCLI(LightningCLI):
                     f"{self.command} needs a checkpoint and there is none in {place}; train one by `lit-llm fit`, or "
                     "give --ckpt_path FILE or the run's --trainer.default_root_dir"
                 )
-            say(f"no checkpoint in {place}: training starts afresh")
+            say(f"no checkpoint in {place}: {'training starts afresh' if self._trains else 'the initial weights'}")
             return None
         for line in found.skipped:
             say(f"passed over: {line}")
         say(f"checkpoint: {found.path} (step {found.content.get('global_step', 'unknown')})")
-        if self.command == "fit" and "optimizer_states" not in found.content:
+        if self._trains and "optimizer_states" not in found.content:
             raise UserError(f"{found.path} holds weights only, without what resuming needs; give another --ckpt_path")
         return found
 
@@ -187,6 +213,8 @@ class RunCLI(LightningCLI):
     def _dumped(self) -> str:
         config = self.config.clone()
         config["ckpt_path"] = None  # says where this process began, not what the run is
+        for name in ("print_schedule", "replay"):
+            config.pop(name, None)
         permission = "data.init_args.resume_with_other_data"  # given once, and not to every later resume
         if permission in config:
             config[permission] = False
@@ -197,7 +225,14 @@ class RunCLI(LightningCLI):
     def run(self) -> None:
         """Runs the command."""
         trainer = self.trainer
+        if self.command == "fit" and self.config.print_schedule:
+            print(schedule_picture(self.model, self.datamodule, trainer))
+            return
+        if self.command == "fit" and self.config.replay is not None:
+            print(replay_file(self.model, trainer, self.config.replay, self.found))
+            return
         run = getattr(trainer, self.command)
+        begun_at = None if self.found is None else self.found.content.get("global_step")
         options: dict[str, Any] = {"return_predictions": False} if self.command == "predict" else {}
         ckpt_path = None if self.found is None else str(self.found.path)
         self.found = None  # lets the mapped file go
@@ -217,6 +252,11 @@ class RunCLI(LightningCLI):
                     f"{ckpt_path} does not fit {type(self.model).__name__}: {' '.join(str(error).split())[:300]}; give "
                     "the --model and model.config that it was trained with"
                 ) from error
+        if self.command == "fit" and trainer.global_step == begun_at:
+            say(
+                f"no step was taken: the checkpoint is at step {begun_at}, where trainer.max_steps or max_epochs ends the "
+                "run; raise it to train on"
+            )
         if is_first_process():
             self._report()
 
@@ -250,11 +290,17 @@ def _set_up_messages() -> None:
         r"The '\w+_dataloader' does not have many workers",
     ):
         warnings.filterwarnings("ignore", message=text)
+    warnings.formatwarning = _warning_line
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
     # Ours speak up: which attention runs, and why. A new handler each time, as stderr may be another one by now.
     ours = logging.getLogger("lit_llm")
     ours.handlers = [logging.StreamHandler()]
     ours.setLevel(logging.INFO if is_first_process() else logging.WARNING)
+
+
+def _warning_line(message: Warning | str, *where: Any) -> str:
+    """The warning itself, without the line of code that gave it."""
+    return f"warning: {message}\n"
 
 
 def _is_no_tip(record: logging.LogRecord) -> bool:

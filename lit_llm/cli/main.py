@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lit_llm import __version__
 from lit_llm.cli.options import OptionParser, did_you_mean
-from lit_llm.errors import UserError
+from lit_llm.errors import RunStopped, UserError
 
 TRAINER_COMMANDS = {
     "fit": "train a model",
@@ -50,8 +50,9 @@ _PATIENCE_S = 1.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
-    0: done. 1: the run failed (an exception goes on to the caller, as a traceback). 2: a user's mistake; the last line
-    on stderr starts with ``lit-llm: error:``. 130: Ctrl-C. 143: SIGTERM.
+    0: done, or ended and saved by SIGTERM or SIGUSR1. 1: the run failed, told in one line as below where it stopped by
+    itself; another exception goes on to the caller, as a traceback. 2: a user's mistake; the last line on stderr starts
+    with ``lit-llm: error:``. 130: Ctrl-C. 143: SIGTERM, with nothing to save.
 
     Args:
         argv: the words after ``lit-llm``; None: those of this process.
@@ -67,21 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as done:
         if isinstance(done.__context__, KeyboardInterrupt):  # Lightning's own exit after Ctrl-C
             return 130
-        if type(done).__name__ == "SIGTERMException":
+        if type(done).__name__ == "SIGTERMException" and done.code is None:  # Lightning's own, with nothing saved
             return 143
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except BrokenPipeError:  # `lit-llm ... | head`: the reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        mistake = _mistake(error)
-        if mistake is None:
+        line, code = _mistake(error), 2
+        if line is None:
+            line, code = _failure(error), 1
+        if line is None:
             raise
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_PATIENCE_S)
         sys.stdout.flush()
-        print(f"lit-llm: error: {' '.join(mistake.split())}", file=sys.stderr, flush=True)
-        return 2
+        print(f"lit-llm: error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+        return code
 
 
 def _dispatch(words: list[str]) -> int:
@@ -117,7 +120,20 @@ def _is_lightnings_own(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, ValueError) and name.startswith("lightning.")
+    # Early stopping on a metric that nobody logs is a RuntimeError.
+    return (isinstance(error, ValueError) and name.startswith("lightning.")) or name.endswith(".early_stopping")
+
+
+def _failure(error: BaseException | None) -> str | None:
+    """The line of a run that stopped by itself."""
+    while error is not None:
+        if isinstance(error, RunStopped) or type(error).__name__ == "CheckpointWriteError":
+            return str(error)
+        if type(error).__name__ == "ProcessRaisedException":  # from a rank that torch.multiprocessing started
+            told = re.search(r"^lit_llm\.[\w.]+\.?(?:RunStopped|CheckpointWriteError): (.*)", str(error), re.M)
+            return told.group(1) if told else None
+        error = error.__cause__
+    return None
 
 
 def _mistake(error: BaseException | None) -> str | None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, get_args
-
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from typing import Literal, NamedTuple, get_args
 
 from lit_llm.errors import UserError
 from lit_llm.optim.checks import as_float, as_int, one_of
@@ -23,17 +19,23 @@ _DEFAULT_DECAY_FRACTION = 0.2
 class ScheduleConfig:
     """How the learning rate moves over a run; :func:`lr_factor` has the formulas. All steps are optimizer steps.
 
+    Tokens count what all ranks read, padding included; they become steps by division through the tokens of a global
+    batch, rounded up.
+
     Attributes:
         name: the shape after the warm-up.
         warmup_steps: steps of linear warm-up, or
-        warmup_fraction: their share of the run, rounded to whole steps. With neither, 1% of the run.
+        warmup_fraction: their share of the run, rounded to whole steps, or
+        warmup_tokens: the tokens they read. With none of them, 1% of the run.
         decay_steps: for "wsd", steps of the final decay, or
-        decay_fraction: their share of the run, rounded to whole steps. With neither, 20% of the run.
+        decay_fraction: their share of the run, rounded to whole steps, or
+        decay_tokens: the tokens they read. With none of them, 20% of the run.
         min_lr_ratio: what "cosine", "linear" and "wsd" end at, as a share of the peak.
-        total_steps: the length the schedule is made for; None: the run's own.
+        total_steps: the length the schedule is made for, or
+        total_tokens: the tokens read in it. With neither, the run's own.
 
     Raises:
-        UserError: a value that is not as described, both of a pair, or a decay for a shape that has none.
+        UserError: a value that is not as described, two for one length, or a decay for a shape that has none.
     """
 
     name: ScheduleName = "cosine"
@@ -43,32 +45,81 @@ class ScheduleConfig:
     decay_fraction: float | None = None
     min_lr_ratio: float = 0.1
     total_steps: int | None = None
+    warmup_tokens: int | float | None = None
+    decay_tokens: int | float | None = None
+    total_tokens: int | float | None = None
 
     def __post_init__(self) -> None:
         one_of("model.schedule.name", self.name, get_args(ScheduleName))
-        for field, low in (("warmup_steps", 0), ("decay_steps", 0), ("total_steps", 1)):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, as_int(f"model.schedule.{field}", getattr(self, field), low))
+        for part, low in (("warmup", 0), ("decay", 0), ("total", 1)):
+            for field in (f"{part}_steps", f"{part}_tokens"):
+                if getattr(self, field) is not None:
+                    object.__setattr__(self, field, as_int(f"model.schedule.{field}", getattr(self, field), low))
         for field in ("warmup_fraction", "decay_fraction", "min_lr_ratio"):
             if field == "min_lr_ratio" or getattr(self, field) is not None:
                 object.__setattr__(self, field, as_float(f"model.schedule.{field}", getattr(self, field), 0.0, 1.0))
-        for part in ("warmup", "decay"):
-            steps, fraction = getattr(self, f"{part}_steps"), getattr(self, f"{part}_fraction")
-            if steps is not None and fraction is not None:
+        for part in ("warmup", "decay", "total"):
+            names = (f"{part}_steps", f"{part}_fraction", f"{part}_tokens")
+            given = [(name, getattr(self, name)) for name in names if getattr(self, name, None) is not None]
+            if len(given) > 1:
+                (one, first), (other, second) = given[:2]
                 raise UserError(
-                    f"model.schedule.{part}_steps ({steps}) and model.schedule.{part}_fraction ({fraction}) exclude "
-                    "each other; give one"
+                    f"model.schedule.{one} ({first}) and model.schedule.{other} ({second}) exclude each other; give one"
                 )
-            if part == "decay" and self.name != "wsd" and not (steps is None and fraction is None):
+            if part == "decay" and self.name != "wsd" and given:
                 raise UserError(
-                    f"model.schedule.decay_steps and decay_fraction belong to wsd, not to {self.name}; drop them"
+                    f"model.schedule.{given[0][0]}: decay_steps, decay_fraction and decay_tokens belong to wsd, not to "
+                    f"{self.name}; drop them"
                 )
 
 
-def lr_factor(step: int, config: ScheduleConfig, total_steps: int | None = None) -> float:
+class Lengths(NamedTuple):
+    """A schedule in optimizer steps.
+
+    Attributes:
+        warmup: steps of the warm-up, as asked for: it may be longer than the run.
+        decay: steps of the final decay, at most what the warm-up leaves: for "cosine" and "linear" all of that, for
+            "inverse_sqrt" and "constant" 0.
+        total: steps that the schedule is made for; None: not known, and not needed.
+    """
+
+    warmup: int
+    decay: int
+    total: int | None
+
+
+def resolved(config: ScheduleConfig, total_steps: int | None = None, tokens_per_step: int | None = None) -> Lengths:
+    """The schedule's lengths in steps; arguments as for :func:`lr_factor`.
+
+    Raises:
+        UserError: as :func:`lr_factor`.
+    """
+    total = config.total_steps or _of_tokens("total", config.total_tokens, tokens_per_step) or _known(total_steps)
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = _of_tokens("warmup", config.warmup_tokens, tokens_per_step)
+    if warmup is None:
+        warmup = _share("warmup", config.warmup_fraction, _DEFAULT_WARMUP_FRACTION, config, total)
+    if config.name in ("inverse_sqrt", "constant"):
+        return Lengths(warmup, 0, total)
+    total = _required(total, config, config.name)
+    rest = max(0, total - warmup)
+    if config.name != "wsd":
+        return Lengths(warmup, rest, total)
+    decay = config.decay_steps
+    if decay is None:
+        decay = _of_tokens("decay", config.decay_tokens, tokens_per_step)
+    if decay is None:
+        decay = _share("decay", config.decay_fraction, _DEFAULT_DECAY_FRACTION, config, total)
+    return Lengths(warmup, min(decay, rest), total)
+
+
+def lr_factor(
+    step: int, config: ScheduleConfig, total_steps: int | None = None, tokens_per_step: int | None = None
+) -> float:
     """The share of the peak learning rate that optimizer step number ``step``, counted from 0, uses.
 
-    With w steps of warm-up, T in total (``config.total_steps``, or ``total_steps``) and m = ``config.min_lr_ratio``:
+    With w steps of warm-up, T in total (the configuration's, or else ``total_steps``) and m = ``config.min_lr_ratio``:
 
     - every shape: (step + 1) / w while step < w, so that the first step already learns and step w - 1 is at the peak;
     - "cosine" (Loshchilov and Hutter 2017, equation 5) and "linear": from 1 at step w to m at step T - 1, with
@@ -81,13 +132,18 @@ def lr_factor(step: int, config: ScheduleConfig, total_steps: int | None = None)
     "cosine", "linear" and "wsd" stay at their last value beyond T. A run that is shorter than its warm-up only warms
     up, and one with a single step after it takes that step at 1 ("cosine", "linear").
 
+    Args:
+        step: from 0.
+        config: the schedule.
+        total_steps: optimizer steps of the run; None, -1 or infinity: not known.
+        tokens_per_step: tokens of a global batch, labels or not; None: not known.
+
     Raises:
-        UserError: T is needed, for the shape or for a fraction, and not known.
+        UserError: T is needed, for the shape or for a fraction, and not known; or a length is in tokens and
+            ``tokens_per_step`` is not known.
     """
-    total = config.total_steps or _known(total_steps)
-    warmup = _part("warmup", config.warmup_steps, config.warmup_fraction, _DEFAULT_WARMUP_FRACTION, config, total)
-    if config.name in ("cosine", "linear", "wsd"):
-        total = _required(total, config, config.name)
+    warmup, decay, total = resolved(config, total_steps, tokens_per_step)
+    if total is not None and config.name in ("cosine", "linear", "wsd"):
         step = min(step, total - 1)
     if step < warmup:
         return (step + 1) / warmup
@@ -98,8 +154,6 @@ def lr_factor(step: int, config: ScheduleConfig, total_steps: int | None = None)
 
     assert total is not None
     if config.name == "wsd":
-        decay = _part("decay", config.decay_steps, config.decay_fraction, _DEFAULT_DECAY_FRACTION, config, total)
-        decay = min(decay, total - warmup)
         done = max(0, step - (total - decay) + 1) / max(decay, 1)
     else:
         done = (step - warmup) / max(total - 1 - warmup, 1)
@@ -109,29 +163,24 @@ def lr_factor(step: int, config: ScheduleConfig, total_steps: int | None = None)
     return (1 - done) + config.min_lr_ratio * done
 
 
-def build_scheduler(optimizer: Optimizer, config: ScheduleConfig, total_steps: int | None = None) -> LambdaLR:
-    """A scheduler, stepped after every optimizer step, that sets each group's rate to its peak x :func:`lr_factor`.
-
-    Its state is the step and the peak rates, plain types that load with ``weights_only=True``. The schedule itself is
-    no part of it: a resumed run follows the configuration it is given, from the step it has reached.
-
-    Raises:
-        UserError: as :func:`lr_factor`.
-    """
-    # A partial's __dict__, which LambdaLR would save and restore, is empty.
-    return LambdaLR(optimizer, partial(lr_factor, config=config, total_steps=total_steps))
-
-
 def _known(total_steps: float | None) -> int | None:
     """None for a length that is not known: None, and the -1 and infinity that trainers use."""
     return int(total_steps) if total_steps is not None and 0 < total_steps < math.inf else None
 
 
-def _part(
-    what: str, steps: int | None, fraction: float | None, default: float, config: ScheduleConfig, total: int | None
-) -> int:
-    if steps is not None:
-        return steps
+def _of_tokens(part: str, tokens: float | None, tokens_per_step: int | None) -> int | None:
+    """``tokens`` in steps, rounded up."""
+    if tokens is None:
+        return None
+    if not tokens_per_step or tokens_per_step < 0:
+        raise UserError(
+            f"model.schedule.{part}_tokens is {tokens}, and the tokens of a global batch are not known; give "
+            f"model.schedule.{part}_steps"
+        )
+    return -(-int(tokens) // int(tokens_per_step))
+
+
+def _share(what: str, fraction: float | None, default: float, config: ScheduleConfig, total: int | None) -> int:
     share = default if fraction is None else fraction
     return round(share * _required(total, config, f"a {what} of {share:.0%} of the run")) if share else 0
 

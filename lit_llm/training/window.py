@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +19,19 @@ class StepWindow:
     def __init__(self) -> None:
         self.scale: int | None = None
         self.trained_tokens: Tensor = torch.zeros((), dtype=torch.int64)
+        self.trained_tokens_by_source: Tensor | None = None
+        """(sources,) int64 where the data is a mixture; to be set before the first micro-batch."""
         self._loss_sum: Tensor | None = None
         self._count: Tensor | None = None
         self._by_source: Tensor | None = None
-        self.trained_tokens_by_source: Tensor | None = None
-        """(sources,) int64 where the data is a mixture; to be set before the first micro-batch."""
+        self._closed: Tensor | None = None
         self._clock: float | None = None
         self._paused_at: float | None = None
         self._tokens_at_clock = 0
 
     def discard(self) -> None:
         """Forgets an unfinished window, as of a fit that was stopped in the middle of a step."""
-        self.scale = self._loss_sum = self._count = self._by_source = None
+        self.scale = self._loss_sum = self._count = self._by_source = self._closed = None
 
     @property
     def is_open(self) -> bool:
@@ -49,31 +49,42 @@ class StepWindow:
         if by_source is not None:
             self._by_source = by_source if self._by_source is None else self._by_source + by_source
 
-    def close(self, trainer: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Ends the window with one reduction of two numbers (and one for each source) over the ranks.
-
-        Returns:
-            Loss sum and label tokens (at least 1) of the global batch, and the factor for the gradients; float32
-            scalars on the device.
-        """
+    def sums(self) -> Tensor:
+        """(2 or 2 + sources,) of this rank: the loss sum, the label tokens, and those of each source."""
         assert self._loss_sum is not None
         assert self._count is not None
-        assert self.scale is not None
         # float64: a float32 sum would round counts above 16 million. MPS has none.
         wide = torch.float32 if self._loss_sum.device.type == "mps" else torch.float64
         parts = torch.stack([self._loss_sum.to(wide), self._count.to(wide)])
-        if self._by_source is not None:
-            parts = torch.cat([parts, self._by_source.to(wide)])
-        totals = trainer.strategy.reduce(parts, reduce_op="sum")
-        if self._by_source is not None:
-            assert self.trained_tokens_by_source is not None
-            seen = self.trained_tokens_by_source.to(totals.device)
-            self.trained_tokens_by_source = seen + totals[2:].to(torch.int64)
+        return parts if self._by_source is None else torch.cat([parts, self._by_source.to(wide)])
+
+    def close(self, totals: Tensor, divisions: int) -> tuple[Tensor, Tensor]:
+        """Ends the window.
+
+        Args:
+            totals: :meth:`sums`, added over the ranks.
+            divisions: by what the gradient has been divided beside ``scale``: micro-batches x averaged ranks.
+
+        Returns:
+            The mean loss over the global batch's label tokens, and the factor for the gradients; float32 scalars.
+        """
+        assert self.scale is not None
         self._loss_sum = self._count = self._by_source = None
-        self.trained_tokens = self.trained_tokens.to(totals.device) + totals[1].to(torch.int64)
+        self._closed = totals
         count = totals[1].clamp(min=1)
-        factor = self.scale * trainer.accumulate_grad_batches * _averaged_ranks(trainer) / count
-        return totals[0].float(), count.float(), factor.float()
+        return (totals[0] / count).float(), (self.scale * divisions / count).float()
+
+    def count_trained(self, skipped: Tensor | None = None) -> None:
+        """Adds the closed window's label tokens to those trained, unless its step is ``skipped`` (a scalar, 0 or 1)."""
+        if self._closed is None:
+            return
+        totals, self._closed = self._closed, None
+        tokens = totals[1:] if skipped is None else totals[1:] * (1 - skipped.to(totals.dtype))
+        tokens = tokens.to(torch.int64)
+        self.trained_tokens = self.trained_tokens.to(tokens.device) + tokens[0]
+        if len(tokens) > 1:
+            assert self.trained_tokens_by_source is not None
+            self.trained_tokens_by_source = self.trained_tokens_by_source.to(tokens.device) + tokens[1:]
 
     def start_clock(self) -> None:
         """Begins to count tokens per second."""
@@ -99,9 +110,3 @@ class StepWindow:
         rate = (tokens - self._tokens_at_clock) / max(now - self._clock, 1e-9)
         self._clock, self._tokens_at_clock = now, tokens
         return rate
-
-
-def _averaged_ranks(trainer: Any) -> int:
-    """Ranks over which the strategy averages gradients."""
-    kwargs = trainer.distributed_sampler_kwargs
-    return int(kwargs["num_replicas"]) if kwargs else 1

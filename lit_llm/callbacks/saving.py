@@ -1,0 +1,242 @@
+"""How the checkpoints of a run are written, named and removed; when they are is RunCheckpoint's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_llm.callbacks.saved_files import KeepRule, Saved
+from lit_llm.checkpoint.write import PARTIAL, BackgroundWrite, CheckpointWriteError, SafeCheckpointIO, snapshot
+from lit_llm.errors import UserError
+
+
+@dataclass
+class _Write:
+    """A save that is not settled: all ranks hold one, rank 0 alone knows how it goes."""
+
+    saved: Saved
+    saved_before: int  # the step
+    silent: bool  # the caller tells of a failure
+    error: BaseException | None = None
+    thread: BackgroundWrite | None = None
+    concluded: bool = False
+
+
+class SavingCheckpoint(ModelCheckpoint):
+    """A ModelCheckpoint that lives through failed writes, in the foreground or in the background.
+
+    Args:
+        rule: which files stay.
+        async_save: write in the background.
+        options: of ModelCheckpoint.
+    """
+
+    def __init__(self, rule: KeepRule, async_save: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.async_save = async_save
+        self._rule = rule
+        self._files: list[Saved] = []
+        self._write: _Write | None = None  # the one in the background, or being settled
+        self._failed_step: int | None = None
+        self._rank_0_writes = False
+        self._resumed_here = False
+
+    @property
+    def state_key(self) -> str:
+        """One key whatever the options, so that a resumed run finds its files under other ones too."""
+        return type(self).__qualname__
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Settles the folder, removes what killed saves have left in it, and sees that files are written safely."""
+        strategy = trainer.strategy
+        folder = self.dirpath or os.path.join(trainer.default_root_dir, "checkpoints")
+        self.dirpath = os.path.realpath(strategy.broadcast(folder))
+        if stage != "fit":
+            return
+        self._rank_0_writes = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+        if self.async_save and not self._rank_0_writes:
+            raise UserError(
+                "checkpoint.async_save works where rank 0 writes the whole checkpoint, on one device and with ddp, not "
+                f"with {type(strategy).__name__}; leave it false"
+            )
+        if type(strategy.checkpoint_io) is TorchCheckpointIO:
+            strategy.checkpoint_io = SafeCheckpointIO()
+        if trainer.is_global_zero:
+            for path in Path(self.dirpath).glob(PARTIAL):
+                path.unlink(missing_ok=True)
+
+    # Writing
+
+    def _save_or_raise(self, trainer: Trainer) -> None:
+        reason = self._save(trainer, None, foreground=True, silent=True)
+        if reason is not None:
+            raise CheckpointWriteError(reason)
+
+    def _save(
+        self,
+        trainer: Trainer,
+        score: torch.Tensor | None,
+        *,
+        foreground: bool = False,
+        silent: bool = False,
+        alone: bool = False,
+    ) -> str | None:
+        """Saves this step, after the one in the background has ended, and returns why it failed, if that is known.
+
+        Args:
+            trainer: of the run; all its ranks call this.
+            score: of this step, if it was validated.
+            foreground: write at once, also with async_save and where that has failed before.
+            silent: the caller tells of a failure.
+            alone: the other ranks don't call this.
+        """
+        step, value = trainer.global_step, None if score is None or torch.isnan(score) else float(score)
+        self._settle(trainer, alone=alone)
+        if self._failed_step == step and not foreground:
+            return None  # its validation, epoch and run may end all at once: one attempt, and one in the end
+        saved = Saved(self._free_name(trainer, alone), step, value)
+        write = _Write(saved, self._last_global_step_saved, silent)
+        self._files.append(saved)
+        self._tell()  # before saving, as it is part of what is saved
+        try:
+            with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
+                content = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+                if not self.async_save or foreground:
+                    write.error = self._written(trainer, content, saved)
+                elif trainer.is_global_zero:
+                    write.thread = self._written_in_background(trainer, snapshot(content), saved)
+        except BaseException:
+            self._forget(saved)
+            raise
+        self._write, self._last_global_step_saved = write, step
+        return None if self.async_save and not foreground else self._settle(trainer, alone=alone)
+
+    def _written(self, trainer: Trainer, content: dict[str, Any], saved: Saved) -> Exception | None:
+        try:
+            trainer.strategy.save_checkpoint(content, self._path(saved))
+        except Exception as error:
+            return error
+        return None
+
+    def _written_in_background(self, trainer: Trainer, content: dict[str, Any], saved: Saved) -> BackgroundWrite:
+        io, path = trainer.strategy.checkpoint_io, self._path(saved)
+        return BackgroundWrite(lambda: io.save_checkpoint(content, path))
+
+    def _look_after_background(self, trainer: Trainer) -> None:
+        """Rank 0 finishes a write that has ended; what the other ranks must know as well waits for the next save."""
+        write = self._write
+        if write is not None and write.thread is not None and write.thread.done:
+            error = write.thread.wait()
+            if error is None or isinstance(error, OSError):
+                self._conclude(trainer, write, None if error is None else str(error))
+
+    def _settle(self, trainer: Trainer, *, alone: bool = False) -> str | None:
+        """Waits until the last write has ended, and returns why it failed, if it did; on all ranks unless alone."""
+        write = self._write
+        if write is None:
+            return None
+        error = write.error if write.thread is None else write.thread.wait()
+        self._write = None
+        try:
+            reason = (None if error is None else str(error)) if alone else _agreed(trainer, error)
+        except BaseException:
+            self._forget(write.saved)
+            raise
+        self._conclude(trainer, write, reason)
+        if reason is None:
+            self._last_checkpoint_saved = self._path(write.saved)
+        else:
+            self._last_global_step_saved, self._failed_step = write.saved_before, write.saved.step
+        return reason
+
+    def _conclude(self, trainer: Trainer, write: _Write, reason: str | None) -> None:
+        """What follows a write, once: older files go and the loggers hear of it, or the user hears of the failure."""
+        if write.concluded:
+            return
+        write.concluded = True
+        if reason is not None:
+            self._forget(write.saved)
+            if not write.silent:
+                good = self._files[-1].name if self._files else "none"
+                rank_zero_warn(f"step {write.saved.step} is not saved; the last good checkpoint is {good}: {reason}")
+            return
+        old, self._files = self._files, self._rule.kept(self._files)
+        for one in old:
+            path = self._path(one)
+            if one not in self._files and self._should_remove_checkpoint(trainer, path, self._path(write.saved)):
+                try:
+                    self._remove_checkpoint(trainer, path)
+                except OSError as error:
+                    rank_zero_warn(f"the old checkpoint {path} can't be removed: {error}")
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
+
+    def _forget(self, saved: Saved) -> None:
+        if saved in self._files:
+            self._files.remove(saved)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Fills the attributes by which Lightning and its loggers know a ModelCheckpoint."""
+        ranked = self._rule.ranked(self._files)
+        newest = self._files[-1] if self._files else None
+        self.last_model_path = "" if newest is None else self._path(newest)
+        self.current_score = None if newest is None or newest.score is None else torch.tensor(newest.score)
+        self.best_k_models = {self._path(one): torch.tensor(one.score) for one in ranked[: self.save_top_k]}
+        self.best_model_path = self._path(ranked[0]) if ranked else ""
+        self.best_model_score = torch.tensor(ranked[0].score) if ranked else None
+
+    def _path(self, saved: Saved) -> str:
+        return os.path.join(str(self.dirpath), saved.name)
+
+    def _free_name(self, trainer: Trainer, alone: bool) -> str:
+        stem, version = f"step-{trainer.global_step}", 0
+        name = f"{stem}.ckpt"
+        while trainer.is_global_zero and os.path.lexists(os.path.join(str(self.dirpath), name)):
+            version += 1
+            name = f"{stem}-v{version}.ckpt"
+        return name if alone else trainer.strategy.broadcast(name)
+
+    # Across processes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The files of this run that stay, beside what ModelCheckpoint keeps."""
+        files = [{"name": one.name, "step": one.step, "score": one.score} for one in self._rule.kept(self._files)]
+        return {**super().state_dict(), "files": files}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Notes whether the run goes on in its own folder; called before the state is loaded."""
+        path = trainer.ckpt_path
+        self._resumed_here = path is not None and os.path.dirname(os.path.realpath(path)) == self.dirpath
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the earlier files over as this run's own if it was resumed from one of them, in their folder."""
+        if self._resumed_here:
+            files = [Saved(**one) for one in state_dict.get("files", [])]
+            self._files = [one for one in files if os.path.exists(self._path(one))]
+            if self._files:
+                self._tell()
+
+
+def _agreed(trainer: Trainer, error: BaseException | None) -> str | None:
+    """Tells all ranks why rank 0 could not write, if so; being one broadcast, it is the barrier after a write as well.
+
+    Anything but an OSError is no state of the disk, and ends the run on every rank.
+    """
+    told = None if error is None else (isinstance(error, OSError), str(error))
+    pass
+    if error is not None and (told is None or not isinstance(error, OSError)):
+        raise error
+    if told is not None and not told[0]:
+        raise RuntimeError(f"rank 0 could not write a checkpoint: {told[1]}")
+    return None if told is None else told[1]

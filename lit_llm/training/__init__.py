@@ -1,0 +1,1 @@
+"""One training step: what it sums, guards, and agrees on across ranks."""

@@ -1,0 +1,67 @@
+"""Ending a run before its last step, with its work saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any, NoReturn
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lit_llm.errors import RunStopped
+from lit_llm.training.lightning_loop import end_run
+from lit_llm.training.signals import name_of, requeue
+
+
+def end_by_signal(trainer: Any, rank: int, number: int) -> NoReturn:
+    """Saves, says so, puts a SLURM job back into its queue if asked to, and ends; all ranks call it at the same step.
+
+    Raises:
+        SIGTERMException: exit code 0; for SIGINT KeyboardInterrupt, which Lightning makes its exit of.
+    """
+    saved = _save_and_end(trainer)
+    told = f"stopped by {name_of(number)} (rank {rank}) after step {trainer.global_step}; {_where(saved)}"
+    if trainer.is_global_zero and (queued := requeue(trainer, number)) is not None:
+        told += f"; {queued}"
+    rank_zero_info(told)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SIGTERMException(0)
+
+
+def end_by_failure(trainer: Any, why: str) -> NoReturn:
+    """Saves and ends; all ranks call it at the same step.
+
+    Raises:
+        RunStopped: says why, and where the state is.
+    """
+    raise RunStopped(f"{why}; {_where(_save_and_end(trainer))}")
+
+
+def _save_and_end(trainer: Any) -> str | None:
+    """Ends training as its last step would, and makes sure that this step is on disk; gives the file."""
+    end_run(trainer)  # lit_llm's checkpoint callback saves here
+    callbacks = trainer.checkpoint_callbacks
+    for one in callbacks:
+        if isinstance(one, ModelCheckpoint) and one._last_global_step_saved == trainer.global_step:
+            return one._last_checkpoint_saved or one.last_model_path or one.best_model_path
+    if not callbacks or trainer.fast_dev_run:
+        return None
+    path = trainer.strategy.broadcast(_free_path(trainer))
+    trainer.save_checkpoint(path)
+    return path
+
+
+def _free_path(trainer: Any) -> str:
+    folder, version = os.path.join(trainer.default_root_dir, "checkpoints"), 0
+    while True:
+        name = f"step-{trainer.global_step}{f'-v{version}' if version else ''}.ckpt"
+        if not os.path.exists(path := os.path.join(folder, name)):
+            return path
+        version += 1
+
+
+def _where(saved: str | None) -> str:
+    return "nothing was saved, as checkpoints are off" if saved is None else f"saved {saved}"
