@@ -40,6 +40,13 @@ class Failing(LitLLM):
     def __init__(self, mode: str = "bug", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.mode = mode
+        self.poison = False
+
+    def loss(self, batch: Any) -> Any:
+        """Not finite at the step that is to fail."""
+        loss_sum, count = super().loss(batch)
+        poison, self.poison = self.poison, False
+        return loss_sum * (float("nan") if poison else 1.0), count
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Fails, or waits for a signal."""
@@ -49,9 +56,11 @@ class Failing(LitLLM):
             raise ZeroDivisionError("a real bug")
         if self.mode == "user" or (self.mode == "rank1" and self.global_rank == 1):
             raise UserError(f"model.mode {self.mode} is a mistake; take another")
-        if self.mode == "wait":
+        if self.mode == "nan":
+            self.poison = True
+        if self.mode in ("pause", "wait"):
             Path("waiting").touch()
-            time.sleep(60)
+            time.sleep(3 if self.mode == "pause" else 60)
 
 
 class OtherData(L.LightningDataModule):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 
 import lightning  # noqa: F401  (before any test: its log goes to the stderr that it is first imported with)
 import pytest
+import torch
 import yaml
 
 from lit_llm.cli.main import main
@@ -698,10 +701,18 @@ def test_a_mistake_under_ddp_is_told_once(store: str) -> None:
     assert done.stderr.count("lit-llm: error:") == 1
 
 
-def test_interrupts_have_their_own_exit_codes(store: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "signals", "code"),
+    [
+        ("pause", [signal.SIGTERM], 0),
+        ("pause", [signal.SIGINT], 130),
+        ("wait", [signal.SIGINT, signal.SIGINT], 130),  # the second one does not wait for the step
+    ],
+)
+def test_signals_save_and_have_their_own_exit_codes(store: str, mode: str, signals: list[int], code: int) -> None:
     words = ["fit", "--data.store", store, *TINY, *SMALL_DATA, *QUICK, "--model=tests.cli_classes.Failing"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lit_llm", *words, "--model.mode=wait"],
+        [sys.executable, "-m", "lit_llm", *words, f"--model.mode={mode}"],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -709,7 +720,81 @@ def test_interrupts_have_their_own_exit_codes(store: str) -> None:
     give_up = time.monotonic() + 90
     while not Path("waiting").exists() and time.monotonic() < give_up and process.poll() is None:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.5)
+    _, err = process.communicate(timeout=50)
+    assert process.returncode == code, err
     assert "Traceback" not in err
+    saved = sorted(path.name for path in Path("runs/default/checkpoints").glob("*"))
+    assert saved == (["step-2.ckpt"] if mode == "pause" else [])
+    if mode == "pause":
+        assert "after step 2; saved" in err
+
+
+def test_a_typed_rate_wins_over_the_checkpoints(
+    cli: Callable[..., tuple[int, str, str]], store: str, run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(run, folder)
+    words = ["--data.store", store, "--trainer.default_root_dir", str(folder), *TINY, *SMALL_DATA, *QUICK]
+    more = ["--model.optimizer.lr=0.5", "--model.schedule.name=constant", "--ckpt_path=last", "--trainer.max_steps=7"]
+    code, _, err = cli("fit", *words, *more)
+    assert code == 0, err
+    state = torch.load(folder / "checkpoints" / "step-7.ckpt", weights_only=True)["optimizer_states"][0]
+    assert [group["lr"] for group in state["param_groups"]] == [0.5, 0.5]
+    code, _, err = cli("fit", *words, *more)
+    assert code == 0
+    assert "no step was taken: the checkpoint is at step 7" in err
+    code, _, err = cli("fit", *words, "--trainer.max_steps=1")
+    assert code == 0
+    assert "step-7.ckpt is of an earlier run, which is left alone; --ckpt_path last would go on with it" in err
+    assert "1,000 epochs" not in err
+
+
+def test_a_run_without_an_end_is_told(cli: Callable[..., tuple[int, str, str]], store: str) -> None:
+    _, _, err = cli("fit", "--data.store", store, *TINY, *SMALL_DATA, *QUICK, "--trainer.max_time=00:00:00:01")
+    assert "1,000 epochs" not in err
+    code, _, err = cli("fit", "--data.store", store, *TINY, *SMALL_DATA, "--trainer.limit_train_batches=0")
+    assert "neither trainer.max_steps nor trainer.max_epochs is given: Lightning trains 1,000 epochs" in err
+
+
+def test_the_schedule_is_drawn_and_nothing_trained(cli: Callable[..., tuple[int, str, str]], store: str) -> None:
+    words = ["--data.store", store, *TINY, *SMALL_DATA]
+    code, out, err = cli("fit", *words, "--trainer.max_steps=40", "--model.schedule.warmup_steps=4", "--print_schedule")
+    assert code == 0, err
+    assert re.search(r"end of warm-up +3 +0\.0003 ", out)
+    assert re.search(r"last step +39 +3e-05 ", out)
+    code, out, err = cli("fit", *words, "--trainer.max_epochs=2", "--print_schedule")
+    assert code == 0, err
+    assert not Path("runs").exists()
+    code, _, err = cli("fit", *words, "--print_schedule")
+    assert (code, "set the trainer's max_steps" in err.splitlines()[-1]) == (2, True)
+
+
+def test_a_bad_batch_is_replayed(cli: Callable[..., tuple[int, str, str]], store: str) -> None:
+    words = ["--data.store", store, *TINY, *SMALL_DATA, *QUICK, "--model=tests.cli_classes.Failing", "--model.mode=nan"]
+    with pytest.warns(UserWarning, match="step 2 skipped: the loss is not finite on rank 0; .*lit-llm fit --replay "):
+        code, _, err = cli("fit", *words, "--trainer.max_steps=4")
+    assert code == 0, err
+    file = "runs/default/replays/step-2-rank-0.pt"
+    code, out, err = cli("fit", *words, "--replay", file)
+    assert code == 0, err
+    assert "step 2, rank 0 of 1: the loss is not finite on rank 0" in out
+    assert "computed with the weights of runs/default/checkpoints/step-4.ckpt" in out
+    code, _, err = cli("fit", *words, "--replay", "runs/default/config.yaml")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("lit-llm: error: ")
+    code, _, err = cli("fit", *words, "--model.guard.nonfinite=stop", "--trainer.max_steps=4")
+    assert code == 1
+    assert re.match(
+        r"lit-llm: error: step 2: the loss is not finite on rank 0; .*; saved .*-2\.ckpt", err.splitlines()[-1]
+    )
+
+
+def test_early_stopping_on_what_nobody_logs(cli: Callable[..., tuple[int, str, str]], store: str) -> None:
+    stopping = '{"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val_loss"}}'
+    words = ["--data.store", store, *TINY, *SMALL_DATA, *QUICK, "--trainer.max_steps=4"]
+    code, _, err = cli("fit", *words, f"--trainer.callbacks=[{stopping}]")
+    assert code == 2
+    assert "val_loss" in err.splitlines()[-1]

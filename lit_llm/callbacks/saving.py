@@ -234,7 +234,7 @@ def _agreed(trainer: Trainer, error: BaseException | None) -> str | None:
     Anything but an OSError is no state of the disk, and ends the run on every rank.
     """
     told = None if error is None else (isinstance(error, OSError), str(error))
-    pass
+    told = trainer.strategy.broadcast(told)
     if error is not None and (told is None or not isinstance(error, OSError)):
         raise error
     if told is not None and not told[0]:

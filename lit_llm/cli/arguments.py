@@ -31,9 +31,11 @@ class Arguments:
     model_config: Any = None  # a preset's name or a mapping of fields; None: not given
     given: set[str] = field(default_factory=set)  # names of the model's other options that were given
     classes: dict[str, str] = field(default_factory=dict)  # of model and data, where they were given
+    print_schedule: bool = False  # what fit does instead of training; no part of a configuration
+    replay: str | None = None
 
 
-def prepare_arguments(words: list[str]) -> Arguments:
+def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
     """Reads the configuration files and rewrites the options; see the module's text.
 
     Raises:
@@ -42,6 +44,14 @@ def prepare_arguments(words: list[str]) -> Arguments:
     result = Arguments([])
     rewritten = False
     for name, value, original in _options(words):
+        if command == "fit" and name == "--print_schedule" and value is None:
+            result.print_schedule = True
+            continue
+        if command == "fit" and name == "--replay":
+            if not value:
+                raise UserError("--replay has no value; give it a file of replays/ in a run's folder")
+            result.replay = value
+            continue
         section, _, rest = name.removeprefix("--").partition(".")
         path = rest.removeprefix("init_args.").split(".")
         if name in ("--config", "-c") and value is not None:

@@ -30,7 +30,9 @@ from lit_llm.module import LitLLM
 
 DEFAULT_ROOT = "runs/default"
 _DESCRIPTIONS = {
-    "fit": "Trains a model; checkpoints, logs and config.yaml go into --trainer.default_root_dir.",
+    "fit": "Trains a model; checkpoints, logs and config.yaml go into --trainer.default_root_dir. Instead of training, "
+    "--print_schedule draws the learning rate over the run, and --replay FILE computes a batch that the guard has saved "
+    "in replays/ with the weights of --ckpt_path (default: last) and says where it goes wrong.",
     "validate": "Evaluates a checkpoint on the store's validation split.",
     "test": "Evaluates a checkpoint on the store's test split, or on validation where it has none.",
     "predict": "Completes prompts with a checkpoint and writes a JSON object a line.",
@@ -47,7 +49,7 @@ def run_trainer_command(command: str, words: list[str]) -> int:
         sys.path.append(os.getcwd())  # a user's own classes, also when started as a script
     _set_up_messages()
     set_dumper("yaml", dump_yaml)
-    RunCLI(command, prepare_arguments(words)).run()
+    RunCLI(command, prepare_arguments(words, command)).run()
     return 0
 
 
@@ -105,16 +107,6 @@ class RunCLI(LightningCLI):
             type=bool | None,
             help="false reads a checkpoint that holds other objects than plain types, and runs code that it may hold.",
         )
-        if self.command == "fit":
-            parser.add_argument(
-                "--print_schedule", action="store_true", help="Draws the learning rate over the run, and exits."
-            )
-            parser.add_argument(
-                "--replay",
-                type=str | None,
-                help="Instead of training, computes a batch that the guard has saved (FILE in replays/ of the run) with "
-                "the weights of --ckpt_path (default: last), and says where it goes wrong.",
-            )
         if self.command == "predict":
             parser.add_argument(
                 "--output", type=str | None, help="file of the completions; null: predictions.jsonl in the run's folder"
@@ -154,7 +146,7 @@ class RunCLI(LightningCLI):
 
     @property
     def _trains(self) -> bool:
-        return self.command == "fit" and not self.config.print_schedule and self.config.replay is None
+        return self.command == "fit" and not self.arguments.print_schedule and self.arguments.replay is None
 
     def _say_what_may_surprise(self, root: Path) -> None:
         """An unbounded run, and one that starts afresh in the folder of another."""
@@ -168,7 +160,9 @@ class RunCLI(LightningCLI):
 
     def _find_checkpoint(self, root: Path) -> Found | None:
         which = self.config.ckpt_path
-        if self.command == "fit" and (self.config.print_schedule or (which is None and self.config.replay is None)):
+        if self.command == "fit" and (
+            self.arguments.print_schedule or (which is None and self.arguments.replay is None)
+        ):
             return None
         found = find_checkpoint(root, which or "last", weights_only=self.config.weights_only is not False)
         if found is None:
@@ -213,8 +207,6 @@ class RunCLI(LightningCLI):
     def _dumped(self) -> str:
         config = self.config.clone()
         config["ckpt_path"] = None  # says where this process began, not what the run is
-        for name in ("print_schedule", "replay"):
-            config.pop(name, None)
         permission = "data.init_args.resume_with_other_data"  # given once, and not to every later resume
         if permission in config:
             config[permission] = False
@@ -225,11 +217,11 @@ class RunCLI(LightningCLI):
     def run(self) -> None:
         """Runs the command."""
         trainer = self.trainer
-        if self.command == "fit" and self.config.print_schedule:
+        if self.arguments.print_schedule:
             print(schedule_picture(self.model, self.datamodule, trainer))
             return
-        if self.command == "fit" and self.config.replay is not None:
-            print(replay_file(self.model, trainer, self.config.replay, self.found))
+        if self.arguments.replay is not None:
+            print(replay_file(self.model, trainer, self.arguments.replay, self.found))
             return
         run = getattr(trainer, self.command)
         begun_at = None if self.found is None else self.found.content.get("global_step")
@@ -254,8 +246,8 @@ class RunCLI(LightningCLI):
                 ) from error
         if self.command == "fit" and trainer.global_step == begun_at:
             say(
-                f"no step was taken: the checkpoint is at step {begun_at}, where trainer.max_steps or max_epochs ends the "
-                "run; raise it to train on"
+                f"no step was taken: the checkpoint is at step {begun_at}, where trainer.max_steps or max_epochs ends "
+                "the run; raise it to train on"
             )
         if is_first_process():
             self._report()
@@ -290,7 +282,7 @@ def _set_up_messages() -> None:
         r"The '\w+_dataloader' does not have many workers",
     ):
         warnings.filterwarnings("ignore", message=text)
-    warnings.formatwarning = _warning_line
+    warnings.formatwarning = _warning_line  # type: ignore[assignment]
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
     # Ours speak up: which attention runs, and why. A new handler each time, as stderr may be another one by now.
     ours = logging.getLogger("lit_llm")

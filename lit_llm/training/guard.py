@@ -55,9 +55,7 @@ class GuardConfig:
             except (TypeError, ValueError):
                 factor = math.nan
             if not (math.isfinite(factor) and factor > 0):
-                raise UserError(
-                    f"model.guard.spike_factor must be a number above 0 or null, not {self.spike_factor!r}"
-                )
+                raise UserError(f"model.guard.spike_factor must be a number above 0 or null, not {self.spike_factor!r}")
             object.__setattr__(self, "spike_factor", factor)
         for field, least in (("spike_window", 2), ("max_skips", 1), ("save_batches", 0)):
             value = getattr(self, field)
