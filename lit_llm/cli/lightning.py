@@ -31,8 +31,8 @@ from lit_llm.module import LitLLM
 DEFAULT_ROOT = "runs/default"
 _DESCRIPTIONS = {
     "fit": "Trains a model; checkpoints, logs and config.yaml go into --trainer.default_root_dir. Instead of training, "
-    "--print_schedule draws the learning rate over the run, and --replay FILE computes a batch that the guard has saved "
-    "in replays/ with the weights of --ckpt_path (default: last) and says where it goes wrong.",
+    "--print_schedule draws the learning rate over the run, and --replay FILE computes a batch that the guard has "
+    "saved in replays/ with the weights of --ckpt_path (default: last) and says where it goes wrong.",
     "validate": "Evaluates a checkpoint on the store's validation split.",
     "test": "Evaluates a checkpoint on the store's test split, or on validation where it has none.",
     "predict": "Completes prompts with a checkpoint and writes a JSON object a line.",
@@ -160,9 +160,7 @@ class RunCLI(LightningCLI):
 
     def _find_checkpoint(self, root: Path) -> Found | None:
         which = self.config.ckpt_path
-        if self.command == "fit" and (
-            self.arguments.print_schedule or (which is None and self.arguments.replay is None)
-        ):
+        if self.arguments.print_schedule or (which is None and self._trains):
             return None
         found = find_checkpoint(root, which or "last", weights_only=self.config.weights_only is not False)
         if found is None:
