@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,8 +18,9 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lit_llm import LitLLM
+from lit_llm import LitLLM, TokenDataModule
 from lit_llm.callbacks import RunCheckpoint
+from lit_llm.checkpoint import find_checkpoint
 from tests.distributed import ROOT, free_port
 from tests.test_step import SEQ, VOCAB, micro_batches, trainer
 from tests.training import MODEL
@@ -172,17 +174,28 @@ def _wait(folder: Path, process: subprocess.Popen[bytes], step: int = 5) -> None
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
-def test_sigterm_to_one_of_two_ranks_ends_both_with_a_checkpoint(tmp_path: Path, launcher: str, rank: int) -> None:
-    call = f"from tests.test_signals import rank_main; rank_main({str(tmp_path)!r})"
-    script = tmp_path / "script.py"
-    script.write_text(call)
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(script)]
+def _started(folder: Path, main: str, log: Any, torchrun: bool) -> subprocess.Popen[bytes]:
+    """A script that calls a function of this file with the folder, on two ranks."""
+    script = folder / "script.py"
+    script.write_text(f"from tests.test_signals import {main}; {main}({str(folder)!r})")
+    start = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    command = [sys.executable, *([*start, "--max_restarts", "1"] if torchrun else []), str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [
+        ("torchrun", 1),
+        ("lightning", 0),
+        pytest.param("torchrun", 0, marks=pytest.mark.slow),
+        pytest.param("lightning", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_sigterm_to_one_of_two_ranks_ends_both_with_a_checkpoint(tmp_path: Path, launcher: str, rank: int) -> None:
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = _started(tmp_path, "rank_main", log, torchrun=launcher == "torchrun")
         try:
             _wait(tmp_path, process)
             os.kill(_progress(tmp_path, rank)[0], signal.SIGTERM)
@@ -197,3 +210,57 @@ def test_sigterm_to_one_of_two_ranks_ends_both_with_a_checkpoint(tmp_path: Path,
     step = torch.load(saved, weights_only=True)["global_step"]
     assert saved.name == f"step-{step}.ckpt"
     assert 5 <= step <= 9_999
+
+
+NAMES = ("restarted", "undisturbed")
+
+
+class DieAt(Callback):
+    """Kills this process at a step, unless torchrun has started it again."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and trainer.global_step == 8 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restarted_main(folder: str, die: bool = True) -> None:
+    """A job that goes on from its last checkpoint, whichever start this is."""
+    run = trainer(
+        folder,
+        callbacks=[RunCheckpoint(every_n_train_steps=3), *([DieAt()] if die else [])],
+        enable_checkpointing=True,
+        max_steps=12,
+        accumulate_grad_batches=2,
+        devices=2,
+        strategy="ddp",
+    )
+    found = find_checkpoint(folder, "last")
+    rows = Path(folder).parent / "data" / "store"
+    data = TokenDataModule(str(rows), seq_len=SEQ, global_batch_size=8, micro_batch_size=2)
+    run.fit(LitLLM(config=MODEL), data, ckpt_path=None if found is None else str(found.path))
+
+
+def undisturbed_main(folder: str) -> None:
+    """The same, and nobody dies."""
+    restarted_main(folder, die=False)
+
+
+def test_torchrun_starts_a_killed_job_again(store: str, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "data" / "store")
+    weights = []
+    for main in (f"{name}_main" for name in NAMES):
+        folder = tmp_path / main
+        folder.mkdir()
+        with (folder / "log").open("wb") as log:
+            process = _started(folder, main, log, torchrun=True)
+            try:
+                code = process.wait(timeout=120)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        assert code == 0, (folder / "log").read_text()[-4000:]
+        weights.append(torch.load(folder / "checkpoints" / "step-12.ckpt", weights_only=True)["state_dict"])
+    restored = ["Restored all states" in (tmp_path / f"{name}_main" / "log").read_text() for name in NAMES]
+    assert restored == [True, False]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])

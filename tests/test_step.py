@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -41,9 +45,9 @@ def micro_batches(number: int, seed: int = 0, without_labels: int | None = None)
 class Steps(LitLLM):
     """A given optimizer, and a record of what each step was made of."""
 
-    def __init__(self, optimizer_name: str = "sgd", **options: Any) -> None:
+    def __init__(self, optimizer_name: str = "sgd", sharded: bool = False, **options: Any) -> None:
         super().__init__(config=MODEL, vocab_size=VOCAB, seq_len=SEQ, seed=3, **options)
-        self.optimizer_name = optimizer_name
+        self.optimizer_name, self.sharded = optimizer_name, sharded
         self.gradients: list[Tensor] = []
         self.norms: list[float] = []
 
@@ -51,6 +55,15 @@ class Steps(LitLLM):
         if self.optimizer_name == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.1)
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-6, fused=self.optimizer_name == "fused")
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            if self.sharded:
+                mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+                for block in self.transformer.layers:
+                    fully_shard(block, mesh=mesh)
+                fully_shard(self.transformer, mesh=mesh)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.gradients.append(flat(p.grad for p in self.parameters()))
@@ -61,7 +74,8 @@ class Steps(LitLLM):
 
 
 def flat(tensors: Any) -> Tensor:
-    return torch.cat([t.detach().double().flatten() for t in tensors])
+    whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+    return torch.cat([t.detach().double().flatten() for t in whole])
 
 
 def trainer(folder: str, **options: Any) -> L.Trainer:
@@ -77,16 +91,18 @@ def trainer(folder: str, **options: Any) -> L.Trainer:
 
 
 def rank_run(
-    folder: str, number: int, optimizer: str, clip: float | None, without_labels: int | None, out: str
+    folder: str, number: int, optimizer: str, clip: float | None, without_labels: int | None, out: str, sharded: bool
 ) -> dict[str, Any]:
     """Each of two ranks takes every other micro-batch; two make a step."""
-    rank = dist.get_rank() if dist.is_initialized() else int(__import__("os").environ["RANK"])
+    rank = int(os.environ["RANK"])
     mine = micro_batches(number, without_labels=without_labels)[rank::2]
-    module = Steps(optimizer)
-    run = trainer(folder, devices=2, strategy="ddp", accumulate_grad_batches=2, max_epochs=1, gradient_clip_val=clip)
+    module = Steps(optimizer, sharded)
+    strategy: Any = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if sharded else "ddp"
+    run = trainer(folder, devices=2, strategy=strategy, accumulate_grad_batches=2, max_epochs=1, gradient_clip_val=clip)
     run.fit(module, DataLoader(mine, batch_size=None))
+    weights = flat(module.parameters())
     if rank == 0:
-        torch.save({"gradients": module.gradients, "weights": flat(module.parameters())}, out)
+        torch.save({"gradients": module.gradients, "weights": weights}, out)
     return {"norms": module.norms}
 
 
@@ -110,19 +126,21 @@ def big_batch_run(number: int, optimizer: str, clip: float | None, without_label
 
 
 @pytest.mark.parametrize(
-    ("number", "optimizer", "clip", "without_labels"),
+    ("number", "optimizer", "clip", "without_labels", "sharded"),
     [
-        (20, "sgd", 0.3, None),
-        (20, "adamw", 0.3, 6),
-        (22, "fused", None, 21),  # the last window holds one micro-batch a rank, and one of the two has no label
-        (22, "sgd", 0.3, None),
+        (20, "sgd", 0.3, None, False),
+        (20, "adamw", 0.3, 6, False),
+        (22, "fused", None, 21, False),  # the last window holds one micro-batch a rank, and one of them has no label
+        (22, "sgd", 0.3, None, False),
+        (22, "fused", 0.3, 6, True),
     ],
 )
 def test_two_ranks_of_ragged_micro_batches_equal_one_big_batch(
-    tmp_path: Path, number: int, optimizer: str, clip: float | None, without_labels: int | None
+    tmp_path: Path, number: int, optimizer: str, clip: float | None, without_labels: int | None, sharded: bool
 ) -> None:
     case = {"number": number, "optimizer": optimizer, "clip": clip, "without_labels": without_labels}
-    ranks = run_ranks("tests.test_step:rank_run", 2, folder=str(tmp_path), out=str(tmp_path / "out.pt"), **case)
+    files = {"folder": str(tmp_path), "out": str(tmp_path / "out.pt")}
+    ranks = run_ranks("tests.test_step:rank_run", 2, **files, sharded=sharded, **case)
     got, expected = torch.load(tmp_path / "out.pt"), big_batch_run(**case)
     assert len(got["gradients"]) == len(expected["gradients"]) == -(-number // 4)
     # AdamW's root makes more of the last bits of the steps before: its later gradients are those of other weights.

@@ -109,7 +109,8 @@ class StepBoundary(Callback):
             # Not through the strategy, which puts a barrier before each reduction.
             dist.all_reduce(parts)
         self._marks, self._agreed_step = parts[len(sums) :], trainer.global_step
-        return parts[: len(sums)]
+        copies = trainer.world_size // _averaged_ranks(trainer)  # ranks that share their data with others
+        return parts[: len(sums)] / copies
 
     def judge(self, trainer: Trainer, optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
         """Lets the guard decide on the step that is about to be taken.
