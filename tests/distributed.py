@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def free_port() -> int:
+def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
@@ -30,7 +30,7 @@ def run_ranks(target: str, world_size: int, *, timeout: float = 120, **kwargs: A
     the time is up.
     """
     with tempfile.TemporaryDirectory() as folder:
-        port, processes, logs = free_port(), [], []
+        port, processes, logs = _free_port(), [], []
         for rank in range(world_size):
             env = {
                 **os.environ,
