@@ -33,7 +33,7 @@ from lit_llm.optim import (
 )
 from lit_llm.optim.checks import as_float
 from lit_llm.training.boundary import StepBoundary
-from lit_llm.training.gradients import gradients_of, total_norm
+from lit_llm.training.gradients import gradients_of
 from lit_llm.training.guard import GuardConfig
 from lit_llm.training.window import StepWindow
 
@@ -209,16 +209,17 @@ class LitLLM(L.LightningModule):
         """A micro-batch's part of the global batch's mean loss.
 
         The number of label tokens of the global batch is known only once its last micro-batch is there, so the sum is
-        divided by a constant here and the gradient is put right before the step (:meth:`configure_gradient_clipping`).
+        divided by a constant here and the gradient is put right before the step (:class:`StepBoundary`). A subclass
+        returns it as it is: a further term belongs into :meth:`loss`.
         """
         if not self._labels_checked:
             _refuse_unshifted(batch)
             self._labels_checked = True
+        self._boundary.require(self.trainer)
         loss_sum, count = self.loss(batch)
         if self._window.scale is None:  # equal on all ranks, as their gradients are averaged
             self._window.scale = int(self.trainer.strategy.broadcast(batch["labels"].numel()))
-        self._window.add(loss_sum, count, self._tokens_by_source(batch))
-        return loss_sum / self._window.scale
+        return self._window.offer(loss_sum, count, self._tokens_by_source(batch))
 
     def _tokens_by_source(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Label tokens of each store of a mixture, (sources,) int64: the data's, whatever ``loss`` counts."""
@@ -245,29 +246,14 @@ class LitLLM(L.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Measures the gradient's norm, clips it, lets the guard judge the step, and logs it.
-
-        The gradient is by now that of the mean over the global batch's label tokens, see :class:`StepBoundary`. No
-        value is read on the host unless this step is logged.
-        """
-        boundary = self._boundary
-        loss, gradients = boundary.mean_loss, gradients_of(optimizer)
+        """Clips by the norm that :class:`StepBoundary` has measured, or by Lightning's own way."""
+        norm, gradients = self._boundary.norm, gradients_of(optimizer)
         by_norm = bool(gradient_clip_val) and str(gradient_clip_algorithm or "norm").endswith("norm")
-        logged = loss is not None and self.trainer._logger_connector.should_update_logs
-        norm = total_norm(gradients, self.device) if by_norm or logged or self.guard_config.active else None
-        if loss is None or not by_norm:  # Lightning's own way for an overridden training_step, and by value
+        if not by_norm or norm is None:
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        elif norm is not None and gradients:
+        elif gradients:
             assert gradient_clip_val is not None
-            coefficient = (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, coefficient)
-        if norm is not None and self.guard_config.active:
-            boundary.judge(self.trainer, optimizer, norm)
-        if logged:
-            assert loss is not None
-            assert norm is not None
-            self._window.count_trained()
-            self._log_step(optimizer, loss, norm)
+            torch._foreach_mul_(gradients, (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0))
 
     def _log_step(self, optimizer: torch.optim.Optimizer, loss: Tensor, norm: Tensor) -> None:
         self.log("train/loss", loss, prog_bar=True)
@@ -429,6 +415,7 @@ class LitLLM(L.LightningModule):
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_files(),
             "trained_tokens": int(self._window.trained_tokens),
             "trained_tokens_by_store": self._all_tokens_by_store(),
+            "guard": self._boundary.guard.state_dict(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -456,6 +443,8 @@ class LitLLM(L.LightningModule):
         self._fit_names(checkpoint)
         self._window.trained_tokens = torch.tensor(saved["trained_tokens"], dtype=torch.int64)
         self._tokens_by_store = dict(saved.get("trained_tokens_by_store", {}))
+        if "guard" in saved:
+            self._boundary.guard.load_state_dict(saved["guard"])
         self._sources, self._window.trained_tokens_by_source = [], None
         if saved["config"] is not None and isinstance(self.model, Transformer):
             compare_configs(saved["config"], self.model.config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -59,4 +60,5 @@ class ProgressLines(Callback):
             for name in _SHOWN
             if name in metrics
         ]
-        print("  ".join([f"step {trainer.global_step}{total}", *shown]), file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # nobody listens any more, as behind a pipe that was closed: train on
+            print("  ".join([f"step {trainer.global_step}{total}", *shown]), file=sys.stderr, flush=True)

@@ -11,18 +11,20 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lit_llm.checkpoint.write import SafeCheckpointIO
+from lit_llm.errors import UserError
 from lit_llm.optim import supports_found_inf
 from lit_llm.training.ending import end_by_failure, end_by_signal
-from lit_llm.training.gradients import gradients_of
+from lit_llm.training.gradients import gradients_of, total_norm
 from lit_llm.training.guard import Guard, GuardConfig
 from lit_llm.training.host import HostRead
 from lit_llm.training.incidents import Incident, Incidents, loss_scaler
-from lit_llm.training.lightning_loop import free_gradients, mend
+from lit_llm.training.lightning_loop import free_gradients, mend, restore
 from lit_llm.training.signals import SignalFlag
 from lit_llm.training.streams import begin_stream
 from lit_llm.training.window import StepWindow
 
 BAD = 128  # a rank's mark for a loss that is not finite, above all signal numbers
+_ALL_RANKS = -1  # the stream between micro-batches
 
 
 class StepBoundary(Callback):
@@ -30,8 +32,8 @@ class StepBoundary(Callback):
 
     LitLLM puts it before all other callbacks of a fit, and its :class:`StepEnd` behind them. Before each step it turns
     the gradients into those of the mean loss over the global batch's label tokens, with one reduction over the ranks
-    that also carries signals and non-finite losses; at the end of the step it does what all ranks now know: skip, stop,
-    or save and end.
+    that also carries signals and non-finite losses, and lets the guard judge; at the end of the step it does what all
+    ranks now know: skip, stop, or save and end.
 
     Args:
         window: sums the micro-batches.
@@ -42,65 +44,115 @@ class StepBoundary(Callback):
     def __init__(self, window: StepWindow, config: GuardConfig, seed: int) -> None:
         self.window, self.config, self.seed = window, config, seed
         self.guard = Guard(config)
-        self._incidents = Incidents(config, seed)
-        self.mean_loss: Tensor | None = None
-        """Of the step that is being taken, over the global batch; None where an overridden step gives no sums."""
+        self.norm: Tensor | None = None
+        """Of the gradients of the step that is being taken, before clipping; None where nobody asks for it."""
         self._signals = SignalFlag()
         self._read = HostRead()
+        self._incidents = Incidents(config, seed)
+        self._trainer: Any = None
+        self._hooks: list[Any] = []
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        self.window.discard()
+        self._read.clear()
         self._marks: Tensor | None = None  # (ranks,) what each rank reports at this step
-        self._agreed_step = -1
-        self._batches: list[list[Any]] = []  # micro-batches of the steps not yet read
-        self._seen_step = 0
+        self._batches: list[list[Any]] = [[]]  # micro-batches of the steps not yet read
+        self._seen_step = step
+        self._micro_batch = -1
+        self._ending = False
+        self.norm = None
 
     def attach(self, trainer: Any) -> None:
         """Takes its places in a Trainer that is setting up a fit, and makes its checkpoints safe."""
         others = [one for one in trainer.callbacks if not isinstance(one, StepBoundary | StepEnd)]
         trainer.callbacks = [self, *others, StepEnd(self)]
+        self._trainer = trainer
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = SafeCheckpointIO()
+
+    def require(self, trainer: Any) -> None:
+        """Refuses a module that was never attached: its gradients would have no scale.
+
+        Raises:
+            UserError: ``setup`` was overridden without its own.
+        """
+        if self._trainer is not trainer:
+            raise UserError(
+                "LitLLM.setup was not called: a subclass that overrides setup must call super().setup(stage)"
+            )
+
+    def _detach(self, trainer: Any) -> None:
+        """Leaves the Trainer, and the optimizers, as they were."""
+        for optimizer in trainer.optimizers:
+            if getattr(optimizer, "found_inf", None) is not None:
+                optimizer.found_inf = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._trainer = [], None
+        restore(trainer)
+        trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, StepBoundary | StepEnd)]
 
     # The run
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mends Lightning's loop."""
-        mend(trainer, lambda: self._signals.install(trainer))
+        mend(trainer, self._signals.install)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins with nothing open."""
-        self.window.discard()
-        self._read.clear()
-        self._batches, self._marks, self._agreed_step = [[]], None, -1
-        self._seen_step = trainer.global_step
-        for optimizer in trainer.optimizers:
-            if pl_module.automatic_optimization:
-                optimizer.register_step_post_hook(free_gradients)
+        self._begin(trainer.global_step)
+        if pl_module.automatic_optimization:
+            self._hooks += [optimizer.register_step_post_hook(free_gradients) for optimizer in trainer.optimizers]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seeds the micro-batch's random stream."""
-        begin_stream(self.seed, trainer.global_step, batch_idx % trainer.accumulate_grad_batches, data_rank(trainer))
-        if self.config.active and self._incidents.save_more:
+        automatic = pl_module.automatic_optimization
+        self._micro_batch = batch_idx % trainer.accumulate_grad_batches if automatic else self._micro_batch + 1
+        if automatic and self._micro_batch == 0:  # Lightning zeroes the gradients here, also behind a window cut short
+            self.window.forget()
+            self._batches[-1].clear()
+        begin_stream(self.seed, trainer.global_step, self._micro_batch, data_rank(trainer))
+        if automatic and self.config.active and self._incidents.save_more:
             self._batches[-1].append(batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Counts a micro-batch once its gradient is about to be made."""
+        self.window.commit(loss)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Makes the gradient that of the mean over the global batch's label tokens.
+        """Makes the gradient that of the mean over the global batch's label tokens, measures and judges it.
 
         Gradients arrive unscaled by the precision plugin, averaged over ranks and micro-batches. No value is read on
-        the host.
+        the host unless this step is logged.
         """
-        self.mean_loss = None
-        if not self.window.is_open:  # an overridden training_step: Lightning's own semantics
+        if not pl_module.automatic_optimization:
             return
-        sums = self.window.sums()
-        totals = self._agree(trainer, sums, bad=~torch.isfinite(sums[0]))
-        divisions = trainer.accumulate_grad_batches * _averaged_ranks(trainer)
-        self.mean_loss, factor = self.window.close(totals, divisions)
-        gradients = gradients_of(optimizer)
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        if loss_scaler(trainer) is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise UserError(
+                f"a fused {type(optimizer).__name__} unscales float16 gradients inside its own step, after they are "
+                "measured and clipped; build it with fused=False for trainer.precision 16-mixed"
+            )
+        gradients, loss = gradients_of(optimizer), None
+        if self.window.is_open:  # else an overridden training_step: Lightning's own semantics
+            sums = self.window.sums()
+            totals = self._agree(trainer, sums, bad=~torch.isfinite(sums[0]))
+            loss, factor = self.window.close(totals, trainer.accumulate_grad_batches * _averaged_ranks(trainer))
+            if gradients:
+                torch._foreach_mul_(gradients, factor.to(torch.promote_types(gradients[0].dtype, torch.float32)))
+        logged = loss is not None and trainer._logger_connector.should_update_logs
+        asked = logged or self.config.active or (loss is not None and trainer.gradient_clip_val is not None)
+        self.norm = total_norm(gradients, pl_module.device) if asked else None
+        if self.config.active:
+            self._judge(trainer, optimizer, loss)
+        self.window.count_trained()
+        if logged:
+            log_step: Any = pl_module._log_step
+            log_step(optimizer, loss, self.norm)
 
-    def _agree(self, trainer: Trainer, sums: Tensor, bad: Tensor) -> Tensor:
+    def _agree(self, trainer: Trainer, sums: Tensor, bad: Tensor | int = 0) -> Tensor:
         """One reduction over the ranks of ``sums``, and of what each rank has to report; gives the sums."""
         marks = sums.new_zeros(trainer.world_size)
         marks[trainer.global_rank] = self._signals.number + BAD * bad
@@ -108,48 +160,64 @@ class StepBoundary(Callback):
         if trainer.world_size > 1 and dist.is_initialized():
             # Not through the strategy, which puts a barrier before each reduction.
             dist.all_reduce(parts)
-        self._marks, self._agreed_step = parts[len(sums) :], trainer.global_step
+        self._marks = parts[len(sums) :]
         copies = trainer.world_size // _averaged_ranks(trainer)  # ranks that share their data with others
         return parts[: len(sums)] / copies
 
-    def judge(self, trainer: Trainer, optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    def _judge(self, trainer: Trainer, optimizer: Any, loss: Tensor | None) -> None:
         """Lets the guard decide on the step that is about to be taken.
 
         An optimizer that can't be told on the device to skip is told from the host, which reads one number a step.
-
-        Args:
-            norm: of the gradients, before clipping.
         """
+        assert self.norm is not None
         if self._marks is None:
-            self._agree(trainer, norm.new_zeros(0, dtype=torch.float64), torch.zeros((), device=norm.device))
+            self._agree(trainer, self.norm.new_zeros(0))
         assert self._marks is not None
-        verdict = self.guard.judge(self.mean_loss, norm)
+        verdict = self.guard.judge(loss, self.norm)
         skip = (verdict[0] > 0).float()
         self.window.count_trained(skip)
         self._read.put(torch.cat([self._marks.float(), verdict]), trainer.global_step)
         self._marks = None
         if loss_scaler(trainer) is None and supports_found_inf(optimizer):
-            optimizer.found_inf = skip  # type: ignore[attr-defined]
+            optimizer.found_inf = skip
         elif bool(skip):
             optimizer.zero_grad(set_to_none=True)
 
     def end_micro_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Acts on what the ranks agreed on, once a step."""
+        # Between micro-batches all ranks draw alike, as code that shuffles by torch's generator expects.
+        begin_stream(self.seed, trainer.global_step, self._micro_batch, _ALL_RANKS)
         if trainer.global_step == self._seen_step:
             return
-        self._seen_step = trainer.global_step
-        if self._marks is None and self._agreed_step < trainer.global_step - 1:  # no automatic optimization
-            self._agree(trainer, torch.zeros(0, device=pl_module.device), torch.zeros((), device=pl_module.device))
-        if self._marks is not None:  # no guard
-            self.window.count_trained()
+        if not pl_module.automatic_optimization:
+            self._agree(trainer, torch.zeros(0, device=pl_module.device))
+            self._micro_batch = -1
+        elif self._marks is None and not self.config.active:  # an overridden training_step and no guard
+            self._agree(trainer, torch.zeros(0, device=pl_module.device))
+        if self._marks is not None:
             self._read.put(self._marks.float(), trainer.global_step - 1)
             self._marks = None
+        self._seen_step = trainer.global_step
         self._batches.append([])
         self._act(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads what is left."""
+    def finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads what is left at the end of training, and asks for signals again: a validation may have been last."""
+        if self._ending:
+            return
+        self._agree(trainer, torch.zeros(0, device=pl_module.device))
+        assert self._marks is not None
+        self._read.put(self._marks.float(), trainer.global_step - 1)
+        self._marks = None
         self._act(trainer, last=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves."""
+        self._detach(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leaves."""
+        self._detach(trainer)
 
     # What follows
 
@@ -162,23 +230,14 @@ class StepBoundary(Callback):
             if verdict and verdict[0]:
                 bad = [rank for rank, mark in enumerate(marks) if mark >= BAD]
                 why = self._incidents.report(trainer, Incident(step + 1, bad, *verdict), batches)
-            if last:  # the run ends as it is
-                continue
+            signals = [(rank, mark % BAD) for rank, mark in enumerate(marks) if mark % BAD]
+            if why is not None or signals:
+                self._ending = True
+                self._read.clear()
             if why is not None:
-                end_by_failure(trainer, why)
-            for rank, mark in enumerate(marks):
-                if mark % BAD:
-                    end_by_signal(trainer, rank, mark % BAD)
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """The guard's."""
-        return self.guard.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The guard's."""
-        self.guard.load_state_dict(state_dict)
+                end_by_failure(trainer, why, ended=last)
+            if signals:
+                end_by_signal(trainer, *signals[0], ended=last)
 
 
 class StepEnd(Callback):
@@ -192,6 +251,10 @@ class StepEnd(Callback):
     ) -> None:
         """Ends the micro-batch."""
         self.boundary.end_micro_batch(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the run, whose final state is saved by now."""
+        self.boundary.finish(trainer, pl_module)
 
 
 def data_rank(trainer: Any) -> int:

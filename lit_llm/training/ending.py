@@ -7,6 +7,7 @@ import signal
 from typing import Any, NoReturn
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -15,35 +16,53 @@ from lit_llm.training.lightning_loop import end_run
 from lit_llm.training.signals import name_of, requeue
 
 
-def end_by_signal(trainer: Any, rank: int, number: int) -> NoReturn:
+def end_by_signal(trainer: Any, rank: int, number: int, ended: bool = False) -> NoReturn:
     """Saves, says so, puts a SLURM job back into its queue if asked to, and ends; all ranks call it at the same step.
 
+    Args:
+        trainer: of the run.
+        rank: that got the signal.
+        number: of the signal.
+        ended: whether training has come to its own end, so that its hooks are called already.
+
     Raises:
-        SIGTERMException: exit code 0; for SIGINT KeyboardInterrupt, which Lightning makes its exit of.
+        SIGTERMException: exit code 0; for SIGINT KeyboardInterrupt, which Lightning makes its exit of. Under ddp_spawn
+            and ddp_fork, whose parent would wait for ever, RunStopped.
     """
-    saved = _save_and_end(trainer)
+    saved = _save_and_end(trainer, ended)
     told = f"stopped by {name_of(number)} (rank {rank}) after step {trainer.global_step}; {_where(saved)}"
     if trainer.is_global_zero and (queued := requeue(trainer, number)) is not None:
         told += f"; {queued}"
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        raise RunStopped(told)
     rank_zero_info(told)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SIGTERMException(0)
 
 
-def end_by_failure(trainer: Any, why: str) -> NoReturn:
-    """Saves and ends; all ranks call it at the same step.
+def end_by_failure(trainer: Any, why: str, ended: bool = False) -> NoReturn:
+    """Saves and ends; all ranks call it at the same step; arguments as of :func:`end_by_signal`.
 
     Raises:
         RunStopped: says why, and where the state is.
     """
-    raise RunStopped(f"{why}; {_where(_save_and_end(trainer))}")
+    raise RunStopped(f"{why}; {_where(_save_and_end(trainer, ended))}")
 
 
-def _save_and_end(trainer: Any) -> str | None:
-    """Ends training as its last step would, and makes sure that this step is on disk; gives the file."""
-    end_run(trainer)  # lit_llm's checkpoint callback saves here
+def _save_and_end(trainer: Any, ended: bool) -> str | None:
+    """Makes sure that this step is on disk, and ends training as its last step would; gives the file."""
+    saved = _saved(trainer)  # before other callbacks can fail, as one that prints where nobody listens any more
+    if not ended:
+        end_run(trainer)
+    return saved
+
+
+def _saved(trainer: Any) -> str | None:
     callbacks = trainer.checkpoint_callbacks
+    for one in callbacks:
+        if hasattr(one, "save_now"):  # RunCheckpoint
+            return one.save_now(trainer)
     for one in callbacks:
         if isinstance(one, ModelCheckpoint) and one._last_global_step_saved == trainer.global_step:
             return one._last_checkpoint_saved or one.last_model_path or one.best_model_path

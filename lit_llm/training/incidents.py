@@ -115,9 +115,11 @@ class Incidents:
                     batches=batches,
                     checkpoint=str(trainer.ckpt_path) if trainer.ckpt_path else None,
                 )
-            except OSError as error:
-                line = f"the batch of step {incident.step} can't be saved in {folder}: {error.strerror or error}"
-                rank_zero_warn(line)
+            except Exception as error:  # whatever is in a batch, a tool for looking must not end the run
+                why = getattr(error, "strerror", None) or error
+                rank_zero_warn(f"the batch of step {incident.step} can't be saved in {folder}: {why}")
+                if trainer.global_rank == ranks[0]:
+                    return None
         return str(folder / f"step-{incident.step}-rank-{ranks[0]}.pt")
 
 

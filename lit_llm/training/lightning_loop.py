@@ -32,12 +32,12 @@ def is_mended(version: str = lightning.__version__) -> bool:
     return any(version == known or version.startswith(f"{known}.") for known in MENDED)
 
 
-def mend(trainer: Any, install_signals: Callable[[], None]) -> None:
+def mend(trainer: Any, install_signals: Callable[[Any], None]) -> None:
     """Mends the loop of a Trainer that is about to fit.
 
     Args:
         trainer: whose fit has set up its strategy and not yet begun to run.
-        install_signals: takes the signals over; called after Lightning has noted the handlers before.
+        install_signals: takes the signals over, given the Trainer, once Lightning has noted the handlers before.
     """
     if not is_mended():
         rank_zero_warn(
@@ -46,12 +46,16 @@ def mend(trainer: Any, install_signals: Callable[[], None]) -> None:
         )
         return
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
-    connector = trainer._signal_connector
-    if not isinstance(register := connector.register_signal_handlers, _Registration):
-        connector.register_signal_handlers = _Registration(register, install_signals)
+    trainer._signal_connector.register_signal_handlers = _Registration(trainer, install_signals)
     if type(trainer._logger_connector) is _LoggerConnector:
         trainer._logger_connector.__class__ = QuietLoggerConnector
         trainer._logger_connector.__dict__["_shown"] = {}
+
+
+def restore(trainer: Any) -> None:
+    """Leaves the Trainer to modules that know nothing of this; the quiet bar metrics may stay."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    trainer._signal_connector.__dict__.pop("register_signal_handlers", None)
 
 
 def free_gradients(optimizer: torch.optim.Optimizer, args: Any = None, kwargs: Any = None) -> None:
@@ -71,12 +75,13 @@ def _nothing() -> None:
 class _Registration:
     """Lightning's own registration of signals, and ours on top of it."""
 
-    def __init__(self, register: Callable[[], None], install: Callable[[], None]) -> None:
-        self.register, self.install = register, install
+    def __init__(self, trainer: Any, install: Callable[[Any], None]) -> None:
+        self.trainer, self.install = trainer, install
 
     def __call__(self) -> None:
-        self.register()
-        self.install()
+        connector = self.trainer._signal_connector
+        type(connector).register_signal_handlers(connector)
+        self.install(self.trainer)
 
 
 class QuietLoggerConnector(_LoggerConnector):

@@ -124,11 +124,14 @@ def load_batches(path: str | Path) -> SavedBatches:
 
 
 def _plain_batch(batch: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
+    if not isinstance(batch, Mapping):
+        left_out.add(f"a batch ({type(batch).__name__})")
+        return {}
     plain = {}
     for name, value in batch.items():
         try:
             plain[str(name)] = _plain(value)
-        except TypeError:
+        except (TypeError, RuntimeError):  # the latter of a sparse tensor, say
             left_out.add(f"{name} ({type(value).__name__})")
     return plain
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -21,8 +22,8 @@ _log = logging.getLogger("lit_llm")
 class SignalFlag:
     """Notes SIGTERM, SIGUSR1 (under SLURM the signal that asks for a requeue) and SIGINT while a fit runs.
 
-    The handler only sets a flag and says a line; handlers that were there before are called too. A second SIGINT
-    interrupts at once.
+    The handler only sets a flag and says a line; handlers that were there before are called too. A SIGINT after
+    another signal interrupts at once.
     """
 
     def __init__(self) -> None:
@@ -44,15 +45,17 @@ class _Handler:
         self.flag, self.before, self.rank = flag, before, rank
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.flag.number == signal.SIGINT:
+        if number == signal.SIGINT and self.flag.number:
             raise KeyboardInterrupt
         if not self.flag.number:
             self.flag.number = number
-            again = "; once more to end at once" if number == signal.SIGINT else ""
+            again = "; Ctrl-C ends at once" if number != signal.SIGINT else "; once more to end at once"
             line = (
                 f"\n{name_of(number)} (rank {self.rank}): the step is finished, then the run saved and ended{again}\n"
             )
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())  # print is not safe in a handler
+            with suppress(OSError, ValueError):  # a terminal that is gone must not keep the run from its end
+                # print is not safe in a handler
+                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
         if callable(self.before) and self.before is not signal.default_int_handler:
             self.before(number, frame)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from lit_llm.errors import UserError
 
 
 class StepWindow:
@@ -25,25 +28,59 @@ class StepWindow:
         self._count: Tensor | None = None
         self._by_source: Tensor | None = None
         self._closed: Tensor | None = None
+        self._offered: tuple[Any, Tensor, Tensor, Tensor | None] | None = None
         self._clock: float | None = None
         self._paused_at: float | None = None
         self._tokens_at_clock = 0
 
     def discard(self) -> None:
-        """Forgets an unfinished window, as of a fit that was stopped in the middle of a step."""
-        self.scale = self._loss_sum = self._count = self._by_source = self._closed = None
+        """Forgets everything but the counts, as at the begin of a fit."""
+        self.scale = self._closed = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets an unfinished window, whose gradients are dropped."""
+        self._loss_sum = self._count = self._by_source = self._offered = None
 
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch has been added since the last step."""
         return self._count is not None
 
-    def add(self, loss_sum: Tensor, count: Tensor, by_source: Tensor | None = None) -> None:
-        """Adds a micro-batch: the sum of its loss, its number of label tokens, and the same of each source, (sources,).
+    def offer(self, loss_sum: Tensor, count: Tensor, by_source: Tensor | None = None) -> Tensor:
+        """A micro-batch: the sum of its loss, its number of label tokens, and the same of each source, (sources,).
 
-        Every micro-batch of a run has ``by_source``, or none.
+        Every micro-batch of a run has ``by_source``, or none. It is added when :meth:`commit` sees its loss.
+
+        Returns:
+            The loss whose gradient is to be taken.
         """
-        loss_sum = loss_sum.detach()
+        assert self.scale is not None
+        loss = loss_sum / self.scale
+        self._offered = (loss.grad_fn, loss_sum.detach(), count, by_source)
+        return loss
+
+    def commit(self, loss: Tensor) -> None:
+        """Adds the micro-batch that was offered, as the gradient of ``loss`` is about to be taken.
+
+        Args:
+            loss: what became of the one that :meth:`offer` gave: divided, or scaled for float16, but nothing added.
+
+        Raises:
+            UserError: it is another one, whose gradient would get the wrong scale.
+        """
+        if self._offered is None:  # an overridden training_step, with Lightning's own semantics
+            return
+        node, loss_sum, count, by_source = self._offered
+        self._offered = None
+        if not _is_made_of(loss.grad_fn, node):
+            raise UserError(
+                "training_step changes the loss that LitLLM.training_step returned, whose scale is not that of a mean: "
+                "override loss(batch) instead and return (loss_sum + term * count, count), or a loss of your own"
+            )
+        self._add(loss_sum, count, by_source)
+
+    def _add(self, loss_sum: Tensor, count: Tensor, by_source: Tensor | None) -> None:
         self._loss_sum = loss_sum if self._loss_sum is None else self._loss_sum + loss_sum
         self._count = count if self._count is None else self._count + count
         if by_source is not None:
@@ -66,13 +103,13 @@ class StepWindow:
             divisions: by what the gradient has been divided beside ``scale``: micro-batches x averaged ranks.
 
         Returns:
-            The mean loss over the global batch's label tokens, and the factor for the gradients; float32 scalars.
+            The mean loss over the global batch's label tokens (float32), and the factor for the gradients; scalars.
         """
         assert self.scale is not None
         self._loss_sum = self._count = self._by_source = None
         self._closed = totals
         count = totals[1].clamp(min=1)
-        return (totals[0] / count).float(), (self.scale * divisions / count).float()
+        return (totals[0] / count).float(), self.scale * divisions / count
 
     def count_trained(self, skipped: Tensor | None = None) -> None:
         """Adds the closed window's label tokens to those trained, unless its step is ``skipped`` (a scalar, 0 or 1)."""
@@ -110,3 +147,13 @@ class StepWindow:
         rate = (tokens - self._tokens_at_clock) / max(now - self._clock, 1e-9)
         self._clock, self._tokens_at_clock = now, tokens
         return rate
+
+
+def _is_made_of(node: Any, wanted: Any) -> bool:
+    """Whether a node of the graph leads to ``wanted`` and nowhere else."""
+    while node is not wanted:
+        inputs = [one for one, _ in node.next_functions if one is not None] if node is not None else []
+        if len(inputs) != 1:
+            return False
+        node = inputs[0]
+    return True
