@@ -157,10 +157,16 @@ class LitLLM(L.LightningModule):
 
     @property
     def transformer(self) -> Transformer:
-        """``self.model`` as the Transformer it is by default."""
-        if not isinstance(self.model, Transformer):
-            raise UserError("the model is not built yet; call configure_model() or run a Trainer first")
-        return self.model
+        """The Transformer that ``self.model`` is by default, also inside a ``torch.compile`` of it."""
+        if (model := self._plain_model) is None:
+            what = "not built yet; call configure_model() or run a Trainer first"
+            raise UserError(f"the model is {what if self.model is None else 'no Transformer, as this needs'}")
+        return model
+
+    @property
+    def _plain_model(self) -> Transformer | None:
+        model = getattr(self.model, "_orig_mod", self.model)
+        return model if isinstance(model, Transformer) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`Transformer.forward`."""
@@ -408,7 +414,8 @@ class LitLLM(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what generation needs, as plain types, and takes what torch.compile wrote out of the names."""
         checkpoint["state_dict"] = {plain_name(name): t for name, t in checkpoint["state_dict"].items()}
-        config = self.model.config.to_dict() if isinstance(self.model, Transformer) else None
+        model = self._plain_model
+        config = None if model is None else model.config.to_dict()
         checkpoint["lit_llm"] = {
             "format": CHECKPOINT_FORMAT,
             "config": config,
@@ -426,6 +433,7 @@ class LitLLM(L.LightningModule):
         if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
             averaged = averaged_weights(checkpoint)
             if averaged is not None:
+                rank_zero_info("weights: the average of WeightAverage, by which fit validated")
                 checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
         saved = checkpoint.get("lit_llm")
         if saved is None:
@@ -446,12 +454,13 @@ class LitLLM(L.LightningModule):
         if "guard" in saved:
             self._boundary.guard.load_state_dict(saved["guard"])
         self._sources, self._window.trained_tokens_by_source = [], None
-        if saved["config"] is not None and isinstance(self.model, Transformer):
-            compare_configs(saved["config"], self.model.config)
+        model = self._plain_model
+        if saved["config"] is not None and model is not None:
+            compare_configs(saved["config"], model.config)
             # The model may have been built before its tokenizer was known.
             names = [n for n in ("bos_token_id", "eos_token_id", "unpadded_vocab_size") if n in saved["config"]]
-            unknown = {n: saved["config"][n] for n in names if getattr(self.model.config, n) is None}
-            self.model.config = dataclasses.replace(self.model.config, **unknown)
+            unknown = {n: saved["config"][n] for n in names if getattr(model.config, n) is None}
+            model.config = dataclasses.replace(model.config, **unknown)
 
     def _fit_names(self, checkpoint: dict[str, Any]) -> None:
         """Weights of a compiled model load into a plain one, and the other way round."""
@@ -474,7 +483,8 @@ class LitLLM(L.LightningModule):
 
     def _save_hparams(self) -> None:
         """What ``load_from_checkpoint`` passes to ``__init__``, as plain types."""
-        source = self.model.config if isinstance(self.model, Transformer) else self.config_source
+        model = self._plain_model
+        source = self.config_source if model is None else model.config
         self.save_hyperparameters(
             {
                 "config": source.to_dict() if isinstance(source, ModelConfig) else source,

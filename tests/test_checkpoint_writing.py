@@ -91,14 +91,18 @@ def killed_writes(folder: str) -> None:
 
 def test_a_write_killed_at_any_moment_costs_nothing(tmp_path: Path) -> None:
     call = f"from tests.test_checkpoint_writing import killed_writes; killed_writes({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", call], check=True, cwd=Path(__file__).parent.parent, timeout=120)
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # others do not live through a fork
+    subprocess.run(
+        [sys.executable, "-c", call], check=True, cwd=Path(__file__).parent.parent, env=one_thread, timeout=120
+    )
     for index, moment in enumerate(MOMENTS):
         folder = tmp_path / str(index)
         replaced = moment == "after replace"
         assert number_in(folder / "x.ckpt", SIZE) == (2 if replaced else 1), moment
-        assert {path.name for path in folder.glob(write.PARTIAL)} == (set() if replaced else {".x.ckpt.partial"})
+        partials = list(folder.glob(write.PARTIAL))
+        assert len(partials) == (0 if replaced else 1)
         if not isinstance(moment, str):
-            assert (folder / ".x.ckpt.partial").stat().st_size == int(moment)
+            assert partials[0].stat().st_size == int(moment)
         write_checkpoint(content(3, SIZE), folder / "x.ckpt")
         assert number_in(folder / "x.ckpt", SIZE) == 3
         assert [path.name for path in folder.iterdir()] == ["x.ckpt"]

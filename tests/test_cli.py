@@ -19,7 +19,9 @@ import pytest
 import torch
 import yaml
 
-from lit_llm.cli.main import main
+from lit_llm.cli.main import _failure, main
+from lit_llm.cli.trainer import follow_torchrun
+from lit_llm.errors import RunStopped, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--model.config.hidden_size=32", "--model.config.num_hidden_layers=1", "--model.config.num_attention_heads=2"]
@@ -756,7 +758,7 @@ def test_a_run_without_an_end_is_told(cli: Callable[..., tuple[int, str, str]], 
     _, _, err = cli("fit", "--data.store", store, *TINY, *SMALL_DATA, *QUICK, "--trainer.max_time=00:00:00:01")
     assert "1,000 epochs" not in err
     _, _, err = cli("fit", "--data.store", store, *TINY, *SMALL_DATA, "--trainer.limit_train_batches=0")
-    assert "neither trainer.max_steps nor trainer.max_epochs is given: Lightning trains 1,000 epochs" in err
+    assert "neither trainer.max_steps nor max_epochs is given, so Lightning trains 1,000 epochs; give one" in err
 
 
 def test_the_schedule_is_drawn_and_nothing_trained(cli: Callable[..., tuple[int, str, str]], store: str) -> None:
@@ -774,7 +776,8 @@ def test_the_schedule_is_drawn_and_nothing_trained(cli: Callable[..., tuple[int,
 
 def test_a_bad_batch_is_replayed(cli: Callable[..., tuple[int, str, str]], store: str) -> None:
     words = ["--data.store", store, *TINY, *SMALL_DATA, *QUICK, "--model=tests.cli_classes.Failing", "--model.mode=nan"]
-    with pytest.warns(UserWarning, match="step 2 skipped: the loss is not finite on rank 0; .*lit-llm fit --replay "):
+    told = "step 2 skipped: the loss is not finite on rank 0; .*lit-llm fit --config runs/default/config.yaml --replay "
+    with pytest.warns(UserWarning, match=told):
         code, _, err = cli("fit", *words, "--trainer.max_steps=4")
     assert code == 0, err
     file = "runs/default/replays/step-2-rank-0.pt"
@@ -798,3 +801,44 @@ def test_early_stopping_on_what_nobody_logs(cli: Callable[..., tuple[int, str, s
     code, _, err = cli("fit", *words, f"--trainer.callbacks=[{stopping}]")
     assert code == 2
     assert "val_loss" in err.splitlines()[-1]
+
+
+def test_options_of_the_optimizer_add_up(resolved: Callable[..., dict[str, Any]]) -> None:
+    def options(*words: str) -> Any:
+        config = resolved("--model.optimizer.name=torch.optim.SGD", "--model.optimizer.lr=0.5", *words)
+        assert config["model"]["init_args"]["optimizer"]["lr"] == 0.5
+        return config["model"]["init_args"]["optimizer"]["options"]
+
+    dotted = ["--model.optimizer.options.momentum=0.9", "--model.optimizer.options.nesterov", "true"]
+    assert options(*dotted) == {"momentum": 0.9, "nesterov": True}
+    as_json = '--model.optimizer.options={"momentum": 0.8, "dampening": 0.1}'
+    assert options(as_json, dotted[0]) == {"momentum": 0.9, "dampening": 0.1}
+    file = write("optimizer.yaml", "model: {optimizer: {options: {momentum: 0.7, dampening: 0.2}}}")
+    assert options("--config", file, dotted[0]) == {"momentum": 0.9, "dampening": 0.2}
+    assert options(dotted[0], "--config", file) == {"momentum": 0.7, "dampening": 0.2}
+
+
+def test_torchrun_says_how_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    settings: dict[str, Any] = {"devices": "auto", "num_nodes": 1}
+    follow_torchrun(settings)
+    assert settings == {"devices": 2, "num_nodes": 2}
+    with pytest.raises(UserError, match=r"torchrun has started 2 processes here, but trainer.devices is 1; leave"):
+        follow_torchrun({"devices": 1, "num_nodes": 1})
+
+
+def test_a_lost_process_is_one_line() -> None:
+    lost = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. GLHF!")
+    assert "another process of this run is gone" in str(_failure(lost))
+    assert _failure(RuntimeError("a bug")) is None
+    assert _failure(RunStopped("step 3: bad")) == "step 3: bad"
+
+
+def test_the_picture_in_a_terminal_without_unicode(store: str) -> None:
+    words = ["fit", "--data.store", store, *TINY, *SMALL_DATA, "--trainer.max_steps=10", "--print_schedule"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii", "COLUMNS": "50"}
+    command = [sys.executable, "-m", "lit_llm", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=True)
+    assert "*" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 50

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from lit_llm.errors import UserError
-from lit_llm.optim import ChainedOptimizer, OptimizerConfig, build_optimizer
+from lit_llm.optim import ChainedOptimizer, OptimizerConfig, ScheduleConfig, build_optimizer, build_scheduler
 from tests.optim_helpers import everything, steps, transformer, with_gradients
 
 ADAMW: dict[str, Any] = {}
@@ -30,6 +30,7 @@ RMSPROP = {"name": "torch.optim.RMSprop"}
 def run(config: dict[str, Any], count: int = 2, **shape: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = transformer(**shape)
     optimizer = build_optimizer(model, OptimizerConfig(**{"lr": 0.01, **config}))
+    build_scheduler(optimizer, ScheduleConfig(name="constant", warmup_steps=0))
     steps(model, optimizer, count=count)
     return model, optimizer
 
@@ -78,7 +79,7 @@ def test_the_configuration_wins() -> None:
     resumed.load_state_dict(state)
     assert [{k: v for k, v in group.items() if k != "params"} for group in resumed.param_groups] == settings
     assert settings[0]["betas"] == (0.8, 0.9)
-    assert "initial_lr" not in settings[0]
+    assert settings[0]["initial_lr"] == 0.5
     assert same(optimizer, resumed)
     assert state["param_groups"] == untouched["param_groups"]  # what is loaded is left as it was
 
@@ -106,6 +107,34 @@ def test_checkpoints_from_before_there_was_a_choice() -> None:
     for config, message in ((MUON, r"another optimizer for .* \(Adam, not Muon\)"), (SGD, r"\(Adam, not SGD\)")):
         with pytest.raises(UserError, match=message):
             run(config, count=0)[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize("config", [ADAMW, MUON])
+def test_under_a_schedule_of_torch_the_checkpoint_wins(config: dict[str, Any]) -> None:
+    """CosineAnnealingLR computes each rate from the one before, which it must find again."""
+
+    def built(model: nn.Module, lr: float) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = build_optimizer(model, OptimizerConfig(**{"lr": lr, **config}))
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+
+    def rates(model: nn.Module, optimizer: Any, scheduler: Any, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            found.append(optimizer.param_groups[-1]["lr"])
+            steps(model, optimizer, count=1)
+            scheduler.step()
+        return found
+
+    model = transformer()
+    optimizer, scheduler = built(model, 0.01)
+    rates(model, optimizer, scheduler, 3)
+    again = copy.deepcopy(model)
+    resumed, resumed_scheduler = built(again, 0.01)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    resumed_scheduler.load_state_dict(scheduler.state_dict())
+    assert rates(again, resumed, resumed_scheduler, 3) == rates(model, optimizer, scheduler, 3)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    assert [group["name"] for group in resumed.param_groups] == [group["name"] for group in optimizer.param_groups]
 
 
 def test_without_names_the_order_counts() -> None:

@@ -34,7 +34,7 @@ class RunCheckpoint(SavingCheckpoint):
         save_top_k: best checkpoints to keep besides; 0: none.
         monitor: logged metric that tells which is best.
         mode: whether the best is the least or the greatest.
-        save_on_exception: save when training ends by an error or Ctrl-C.
+        save_on_exception: save when training ends by an error; signals and Ctrl-C always save.
         save_weights_only: leave out what resuming needs.
         keep_every_n_steps: checkpoints whose step is a multiple are kept besides; None: none.
         async_save: write in the background, while training goes on; takes a copy of the checkpoint in CPU memory. A

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_llm.callbacks.saved_files import KeepRule, Saved
-from lit_llm.checkpoint.write import PARTIAL, BackgroundWrite, CheckpointWriteError, SafeCheckpointIO, snapshot
+from lit_llm.checkpoint.find import newest_checkpoint
+from lit_llm.checkpoint.write import BackgroundWrite, CheckpointWriteError, SafeCheckpointIO, remove_partials, snapshot
 from lit_llm.errors import UserError
 
 
@@ -71,8 +71,12 @@ class SavingCheckpoint(ModelCheckpoint):
         if type(strategy.checkpoint_io) is TorchCheckpointIO:
             strategy.checkpoint_io = SafeCheckpointIO()
         if trainer.is_global_zero:
-            for path in Path(self.dirpath).glob(PARTIAL):
-                path.unlink(missing_ok=True)
+            remove_partials(self.dirpath)
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """What ``ckpt_path="last"`` of a plain Trainer means: the newest file that can be read."""
+        newest = newest_checkpoint(self.dirpath or os.path.join(trainer.default_root_dir, "checkpoints"))
+        return set() if newest is None else {str(newest)}
 
     # Writing
 
@@ -171,12 +175,12 @@ class SavingCheckpoint(ModelCheckpoint):
             return
         old, self._files = self._files, self._rule.kept(self._files)
         for one in old:
-            path = self._path(one)
-            if one not in self._files and self._should_remove_checkpoint(trainer, path, self._path(write.saved)):
+            # Lightning would spare the one that the run was resumed from; a newer one is complete by now.
+            if one not in self._files:
                 try:
-                    self._remove_checkpoint(trainer, path)
+                    trainer.strategy.remove_checkpoint(self._path(one))
                 except OSError as error:
-                    rank_zero_warn(f"the old checkpoint {path} can't be removed: {error}")
+                    rank_zero_warn(f"the old checkpoint {self._path(one)} can't be removed: {error}")
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
@@ -210,8 +214,11 @@ class SavingCheckpoint(ModelCheckpoint):
     # Across processes
 
     def state_dict(self) -> dict[str, Any]:
-        """The files of this run that stay, beside what ModelCheckpoint keeps."""
-        files = [{"name": one.name, "step": one.step, "score": one.score} for one in self._rule.kept(self._files)]
+        """The files of this run, beside what ModelCheckpoint keeps.
+
+        Those among them that go once this one is complete: a kill in between leaves them to the next process.
+        """
+        files = [{"name": one.name, "step": one.step, "score": one.score} for one in self._files]
         return {**super().state_dict(), "files": files}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

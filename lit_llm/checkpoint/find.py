@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,26 @@ class Found:
     skipped: list[str] = field(default_factory=list)
 
 
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """The file of a folder that was completed last, of those that can be read; None if there is none."""
+    for path in _listed(Path(folder)):
+        with suppress(UserError):
+            read_checkpoint(path)
+            return path
+    return None
+
+
 def list_checkpoints(run_folder: str | Path) -> list[Path]:
     """The checkpoints of a run's folder, the one completed last first.
 
     By modification time, then by the step in the name. Files that a save has not finished carry another ending.
     """
+    return _listed(Path(run_folder) / CHECKPOINTS)
+
+
+def _listed(folder: Path) -> list[Path]:
     files = []
-    for path in (Path(run_folder) / CHECKPOINTS).glob(f"*{SUFFIX}"):
+    for path in folder.glob(f"*{SUFFIX}"):
         try:
             files.append((path.stat().st_mtime_ns, _step(path), path.name, path))
         except OSError:  # removed in between, or a link to nothing

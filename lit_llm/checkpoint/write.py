@@ -6,6 +6,7 @@ import copy
 import errno
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,8 +35,8 @@ class CheckpointWriteError(OSError):
 def write_checkpoint(content: dict[str, Any], path: str | Path) -> None:
     """Writes a file that is either complete under its name or not there.
 
-    It goes to ``.NAME.partial`` beside it, from there to the disk itself, and only then to its name. Whatever fails
-    removes the partial file and leaves what was at `path`; a killed process leaves the partial file behind.
+    It goes to ``.NAME.PROCESS.partial`` beside it, from there to the disk itself, and only then to its name. Whatever
+    fails removes the partial file and leaves what was at `path`; a killed process leaves the partial file behind.
 
     Args:
         content: what torch.save takes; it is streamed, not copied.
@@ -45,9 +46,10 @@ def write_checkpoint(content: dict[str, Any], path: str | Path) -> None:
         CheckpointWriteError: the disk is full, the folder can't be written, and the like.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_partials(path.parent, path.name)
         _save(content, partial)
         os.replace(partial, path)
     except BaseException as error:
@@ -80,6 +82,7 @@ class _Stream:
 
 def _save(content: dict[str, Any], path: Path) -> None:
     with open(path, "wb") as file:
+        _lock(file)
         stream = _Stream(file)
         try:
             torch.save(content, stream)  # type: ignore[arg-type]  # write and flush are all that it calls
@@ -89,6 +92,29 @@ def _save(content: dict[str, Any], path: Path) -> None:
             raise
         file.flush()
         os.fsync(file.fileno())
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Marks a file as being written, as long as it is open; False if another process does."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, which does not remove open files either
+        return True
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def remove_partials(folder: str | Path, name: str = "*") -> None:
+    """Removes what killed saves of ``name`` have left in a folder, and nothing that another process is writing."""
+    for path in Path(folder).glob(f".{name}.*partial"):
+        with suppress(OSError), path.open("rb") as file:
+            if _lock(file):
+                path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

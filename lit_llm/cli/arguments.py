@@ -1,7 +1,8 @@
 """What is done to the words of a trainer command before jsonargparse reads them.
 
 Three things that it leaves to wish for: a broken configuration file is named with its line; single fields of
-``model.config`` add to a mapping or to a preset's name instead of replacing it, over files and options alike; and the
+``model.config`` add to a mapping or to a preset's name instead of replacing it, over files and options alike, and so do
+those of ``model.optimizer.options``; and the
 value of a nested option (``--model.generation.stop``) arrives as it was typed, where jsonargparse reads it twice, so
 that null and backslashes get lost.
 """
@@ -43,6 +44,7 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
     """
     result = Arguments([])
     rewritten = False
+    options: dict[str, Any] = {}  # of the optimizer, which add up over files and words as well
     for name, value, original in _options(words):
         if command == "fit" and name == "--print_schedule" and value is None:
             result.print_schedule = True
@@ -63,6 +65,8 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
             if "config" in fields:
                 rewritten = result.model_config is not None or isinstance(fields["config"], str)
                 result.model_config = _merge(result.model_config, fields["config"])
+            optimizer = fields.get("optimizer")
+            options.update(_mapping(optimizer.get("options")) if isinstance(optimizer, Mapping) else {})
             result.given |= set(fields)
             result.words += original
         elif section in _SECTIONS and value is not None and not rest:
@@ -81,6 +85,13 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
                 changes = {key: changes}
             result.model_config = _merge(result.model_config, changes)
             rewritten = True
+        elif section == "model" and path[:2] == ["optimizer", "options"] and len(path) <= 3:
+            result.given.add("optimizer")
+            given = {path[2]: _load(value)} if len(path) == 3 else _load(value)
+            if not isinstance(given, Mapping):
+                raise UserError(f"{name} must be a mapping such as '{{\"momentum\": 0.9}}', not {value!r}")
+            options.update(given)
+            result.words.append(f"--model.optimizer={json.dumps({'options': options})}")
         else:
             if section == "model":
                 result.given.add(path[0])
@@ -166,6 +177,10 @@ def _read_yaml(path: str, option: str) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds no mapping but {content!r:.60}; write sections such as `trainer:` and `model:`")
     return content
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _load(value: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from typing import Any
 
 from lit_llm.checkpoint.find import Found
@@ -9,6 +11,8 @@ from lit_llm.module import LitLLM
 from lit_llm.optim import draw_schedule
 from lit_llm.training.replay import describe, load_batches, replay
 from lit_llm.training.streams import begin_stream
+
+_ASCII = {"\u2500": "-", "\u2514": "+", "\u2524": "|", "\u2800": " "}  # axes, and the empty braille cell
 
 
 def schedule_picture(model: LitLLM, data: Any, trainer: Any) -> str:
@@ -22,8 +26,15 @@ def schedule_picture(model: LitLLM, data: Any, trainer: Any) -> str:
     trainer._data_connector.attach_datamodule(model, data)
     if model.schedule_config.total_steps is None and trainer.max_steps == -1:
         data.setup("fit")  # its steps an epoch
-    config = model.schedule_config
-    return draw_schedule(config, model.optimizer_config.lr, model.total_steps(), model.tokens_per_step())
+    config, width = model.schedule_config, min(max(shutil.get_terminal_size((72, 24)).columns, 40), 100)
+    picture = draw_schedule(
+        config, model.optimizer_config.lr, model.total_steps(), model.tokens_per_step(), width=width
+    )
+    try:
+        picture.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        picture = "".join(_ASCII.get(c, c if c.isascii() else "*") for c in picture)
+    return picture
 
 
 def replay_file(model: LitLLM, trainer: Any, file: str, found: Found | None) -> str:

@@ -154,7 +154,7 @@ class RunCLI(LightningCLI):
         if not self._trains or settings.fast_dev_run:
             return
         if settings.max_steps == -1 and settings.max_epochs is None and settings.max_time is None:
-            say("neither trainer.max_steps nor trainer.max_epochs is given: Lightning trains 1,000 epochs")
+            say("neither trainer.max_steps nor max_epochs is given, so Lightning trains 1,000 epochs; give one")
         if self.config.ckpt_path is None and (earlier := list_checkpoints(root)[:1]):
             say(f"{earlier[0]} is of an earlier run, which is left alone; --ckpt_path last would go on with it")
 
@@ -235,6 +235,10 @@ class RunCLI(LightningCLI):
                     weights_only=self.config.weights_only,
                     **options,
                 )
+            except SystemExit:
+                if trainer.state.fn == "fit" and list_checkpoints(trainer.default_root_dir):
+                    say("the same command with --ckpt_path last goes on")
+                raise
             except RuntimeError as error:
                 if not str(error).startswith("Error(s) in loading state_dict"):
                     raise
@@ -294,7 +298,8 @@ def _warning_line(message: Warning | str, *where: Any) -> str:
 
 
 def _is_no_tip(record: logging.LogRecord) -> bool:
-    return "Tip:" not in record.getMessage()
+    message = record.getMessage()
+    return "Tip:" not in message and "Detected KeyboardInterrupt" not in message
 
 
 def say(line: str) -> None:

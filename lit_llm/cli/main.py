@@ -43,6 +43,8 @@ Begin with:
   lit-llm predict --data.prompts '["def "]'
 """
 
+# What the other ranks meet when one is killed.
+_LOST = re.compile(r"[Cc]onnection (closed|reset) by (remote )?peer")
 # How long a rank other than the first keeps an error to itself: rank 0 mostly meets the same one and ends the run.
 _PATIENCE_S = 1.5
 
@@ -132,6 +134,9 @@ def _failure(error: BaseException | None) -> str | None:
         if type(error).__name__ == "ProcessRaisedException":  # from a rank that torch.multiprocessing started
             told = re.search(r"^lit_llm\.[\w.]+\.?(?:RunStopped|CheckpointWriteError): (.*)", str(error), re.M)
             return told.group(1) if told else None
+        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            why = " ".join(str(error).split())
+            return f"another process of this run is gone, see above why ({why[:200]}); --ckpt_path last goes on"
         error = error.__cause__
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,25 @@ class RunTrainer(Trainer):
             limit_test_batches=limit_test_batches,
             limit_predict_batches=limit_predict_batches,
             **kwargs,
+        )
+
+
+def follow_torchrun(settings: dict[str, Any]) -> None:
+    """As many devices and nodes as torchrun has started processes for, where the user names none.
+
+    Lightning's auto is one on a CPU: each process would train a run of its own, all in one folder.
+    """
+    local, world = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if "TORCHELASTIC_RUN_ID" not in os.environ or world == 1:
+        return
+    if settings["devices"] in (None, "auto", -1, "-1"):
+        settings["devices"] = local
+    if settings["num_nodes"] == 1:
+        settings["num_nodes"] = world // local
+    if str(settings["devices"]) != str(local) and settings["devices"] != [*range(local)]:
+        raise UserError(
+            f"torchrun has started {local} processes here, but trainer.devices is {settings['devices']}; leave "
+            f"trainer.devices out, or give {local}"
         )
 
 
@@ -98,6 +118,7 @@ def make_trainer(
             terminal = sys.stdout.isatty()
             settings["enable_progress_bar"] = terminal
             callbacks.append(RichProgressBar() if terminal else ProgressLines())
+    follow_torchrun(settings)
     try:
         trainer = RunTrainer(**{**settings, "callbacks": callbacks})
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:

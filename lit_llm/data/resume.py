@@ -25,15 +25,16 @@ def fit_progress(
         total_steps: of all epochs, likewise.
     """
     current, total = progress["current"], progress["total"]
-    ready = current["ready"]
-    finished_epoch = ready >= saved[1]
-    done, begun = divmod(ready, saved[0])
+    # Not those that are "ready": one in which an error fell has been begun and trained nothing.
+    trained = current["processed"]
+    finished_epoch = trained >= saved[1]
+    done, begun = divmod(trained, saved[0])
     if saved == present and steps is None and (begun == 0 or finished_epoch):
         return
     new_ready = present[1] if finished_epoch else min((done if steps is None else steps) * present[0], present[1])
     # Saved inside Lightning's own hooks, the last micro-batch is processed but not yet counted as completed.
-    behind = ready - current["completed"] if finished_epoch or begun == 0 else 0
-    new_total = (total["ready"] // saved[0] if total_steps is None else total_steps) * present[0]
+    behind = trained - current["completed"] if finished_epoch or begun == 0 else 0
+    new_total = (total["processed"] // saved[0] if total_steps is None else total_steps) * present[0]
     for name in ("ready", "started", "processed", "completed"):
         less = min(behind, new_ready) if name == "completed" else 0
         current[name], total[name] = new_ready - less, new_total - less

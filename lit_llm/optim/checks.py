@@ -22,8 +22,10 @@ def as_float(name: str, value: Any, low: float, high: float = math.inf, *, below
         number = math.nan
     if math.isfinite(number) and low <= number <= high and not (below and number == high):
         return number
-    limits = f"at least {low:g}" + ("" if high == math.inf else f" and {'below' if below else 'at most'} {high:g}")
-    raise UserError(f"{name} must be a number, {limits}, not {value!r}")
+    limits = [] if low == -math.inf else [f"at least {low:g}"]
+    limits += [] if high == math.inf else [f"{'below' if below else 'at most'} {high:g}"]
+    kind = ", ".join(["a number", *([" and ".join(limits)] if limits else [])])
+    raise UserError(f"{name} must be {kind}, not {value!r}")
 
 
 def as_int(name: str, value: Any, low: int) -> int:

@@ -73,7 +73,7 @@ def parameter_groups(
         {
             "name": group,
             "params": [parameter for _, parameter in members],
-            "param_names": [name for name, _ in members],
+            "param_names": [name.replace("_orig_mod.", "") for name, _ in members],
             "weight_decay": weight_decay if group in ("muon", "decay") else 0.0,
             **({"lr": lr * ratios[group]} if group in ratios else {}),
         }

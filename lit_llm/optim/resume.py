@@ -14,15 +14,19 @@ _SAME = {"AdamW": "Adam"}
 # Settings that need something remembered which a run without them has not.
 _REMEMBERED = {"Adam": ("amsgrad",), "RMSprop": ("centered", "momentum")}
 
+SCHEDULED = "_has_step_schedule"
+"""Set on an optimizer whose rates a StepSchedule gives."""
+
 _Groups = Sequence[Mapping[str, Any]]
 
 
 def keep_configuration(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A hook for ``register_load_state_dict_pre_hook``: of ``state_dict`` only what parameters remember is loaded.
 
-    Groups and their settings (rates, betas, decay) stay as they are. Parameters find their state by name, where both
-    sides have "param_names" or the saved groups list names; otherwise by order. So other groups over the same
-    parameters fit too. Tensors are passed on untouched.
+    Groups and their settings (rates, betas, decay) stay as they are, where a StepSchedule sets the rates. Under another
+    schedule, which may go on from the rate that it finds, settings come from the saved group of the same parameters, as
+    torch has it. Parameters find their state by name, where both sides have "param_names" or the saved groups list
+    names; otherwise by order. So other groups over the same parameters fit too. Tensors are passed on untouched.
 
     Returns:
         A new state dict that fits ``optimizer``; ``state_dict`` is not changed.
@@ -40,7 +44,11 @@ def keep_configuration(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
         names = group.get("param_names", own)
         for name, one in zip(names, own, strict=True):
             _refuse_other_kind(name, group, origin[one], state_dict["state"].get(one), optimizer)
-        groups.append({**group, "params": own})
+        settings = dict(group)
+        if own and not getattr(optimizer, SCHEDULED, False):
+            settings.update({key: value for key, value in origin[own[0]].items() if key in group})
+            settings.update({key: group[key] for key in ("name", "param_names", "optimizer") if key in group})
+        groups.append({**settings, "params": own})
     return {**state_dict, "param_groups": groups}
 
 

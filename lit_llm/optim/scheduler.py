@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lit_llm.optim.resume import SCHEDULED
 from lit_llm.optim.schedules import ScheduleConfig, lr_factor
 
 
@@ -26,6 +27,7 @@ class StepSchedule(LambdaLR):
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
         super().__init__(optimizer, factor)
+        setattr(optimizer, SCHEDULED, True)
 
     @property
     def factor(self) -> float:

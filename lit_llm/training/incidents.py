@@ -82,7 +82,9 @@ class Incidents:
         if scaled and incident.kind == NON_FINITE and not incident.ranks:
             return self._too_many(incident, _SCALE_SEARCH)  # an overflow, by which the loss scale finds its place
         file = self._save(trainer, incident, batches)
-        replay = f"; replay its batch: lit-llm fit --replay {file}" if file else ""
+        config = Path(trainer.default_root_dir) / "config.yaml"
+        options = f"--config {config} " if config.exists() else ""
+        replay = f"; replay its batch: lit-llm fit {options}--replay {file}" if file else ""
         if incident.kind == NON_FINITE and self.config.nonfinite == "stop":
             return f"step {incident.step}: {incident.reason}{replay}"
         rank_zero_warn(f"step {incident.step} skipped: {incident.reason}{replay}")

@@ -64,7 +64,10 @@ def free_gradients(optimizer: torch.optim.Optimizer, args: Any = None, kwargs: A
 
 
 def end_run(trainer: Any) -> None:
-    """Calls the hooks of the end of training, as when the loop has run out."""
+    """Ends training in the last hook of a micro-batch: logs the step, and calls the hooks of the end."""
+    connector = trainer._logger_connector
+    connector.on_batch_end()
+    connector.update_train_step_metrics()
     trainer.fit_loop.on_run_end()
 
 

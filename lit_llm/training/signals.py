@@ -20,7 +20,7 @@ _log = logging.getLogger("lit_llm")
 
 
 class SignalFlag:
-    """Notes SIGTERM, SIGUSR1 (under SLURM the signal that asks for a requeue) and SIGINT while a fit runs.
+    """Notes SIGTERM, SIGUSR1 (under SLURM the signal that asks for a requeue), SIGHUP and SIGINT while a fit runs.
 
     The handler only sets a flag and says a line; handlers that were there before are called too. A SIGINT after
     another signal interrupts at once.
@@ -36,7 +36,10 @@ class SignalFlag:
         if threading.current_thread() is not threading.main_thread():
             return
         before = trainer._signal_connector._original_handlers
-        for number in {signal.SIGTERM, signal.SIGINT, *requeue_signals(trainer)}:
+        numbers = {signal.SIGTERM, signal.SIGINT, *requeue_signals(trainer)}
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # else nohup, or the user
+            numbers.add(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, _Handler(self, before.get(number), trainer.global_rank))
 
 
