@@ -125,23 +125,37 @@ def big_batch_run(number: int, optimizer: str, clip: float | None, without_label
     return {**result, "weights": flat(model.parameters())}
 
 
-@pytest.mark.parametrize(
-    ("number", "optimizer", "clip", "without_labels", "sharded"),
-    [
-        (20, "sgd", 0.3, None, False),
-        (20, "adamw", 0.3, 6, False),
-        (22, "fused", None, 21, False),  # the last window holds one micro-batch a rank, and one of them has no label
-        (22, "sgd", 0.3, None, False),
-        (22, "fused", 0.3, 6, True),
-    ],
-)
-def test_two_ranks_of_ragged_micro_batches_equal_one_big_batch(
-    tmp_path: Path, number: int, optimizer: str, clip: float | None, without_labels: int | None, sharded: bool
-) -> None:
-    case = {"number": number, "optimizer": optimizer, "clip": clip, "without_labels": without_labels}
-    files = {"folder": str(tmp_path), "out": str(tmp_path / "out.pt")}
-    ranks = run_ranks("tests.test_step:rank_run", 2, **files, sharded=sharded, **case)
-    got, expected = torch.load(tmp_path / "out.pt"), big_batch_run(**case)
+CASES: list[tuple[int, str, float | None, int | None, bool]] = [
+    (20, "sgd", 0.3, None, False),
+    (20, "adamw", 0.3, 6, False),
+    (22, "fused", None, 21, False),  # the last window holds one micro-batch a rank, and one of them has no label
+    (22, "sgd", 0.3, None, False),
+    (22, "fused", 0.3, 6, True),
+]
+NAMES = ("number", "optimizer", "clip", "without_labels", "sharded")
+
+
+def rank_runs(folder: str) -> list[dict[str, Any]]:
+    """All cases, one after the other: a start takes longer than all of them."""
+    return [
+        rank_run(folder, out=f"{folder}/{index}.pt", **dict(zip(NAMES, case, strict=True)))  # type: ignore[arg-type]
+        for index, case in enumerate(CASES)
+    ]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
+    """What both ranks found in each case, and the folder with rank 0's tensors."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, run_ranks("tests.test_step:rank_runs", 2, folder=str(folder))
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_two_ranks_of_ragged_micro_batches_equal_one_big_batch(two_ranks: Any, index: int) -> None:
+    number, optimizer, clip, without_labels, _ = CASES[index]
+    folder, results = two_ranks
+    ranks = [cases[index] for cases in results]
+    got, expected = torch.load(folder / f"{index}.pt"), big_batch_run(number, optimizer, clip, without_labels)
     assert len(got["gradients"]) == len(expected["gradients"]) == -(-number // 4)
     # AdamW's root makes more of the last bits of the steps before: its later gradients are those of other weights.
     later = 1e-6 if optimizer == "sgd" else 1e-5

@@ -345,11 +345,22 @@ def replicas(folder: str) -> dict[str, Any]:
     return {"worst": worst, "drawn": drawn, "tokens": float(run.callback_metrics["train/tokens"])}
 
 
-def test_ranks_that_share_their_data_count_once(tmp_path: Path) -> None:
-    one, other = run_ranks("tests.test_step_uses:replicas", 2, folder=str(tmp_path))
+def test_ranks_that_share_their_data_count_once(two_ranks: Any) -> None:
+    one, other = two_ranks[0][0], two_ranks[1][0]
     assert one["worst"] <= 1e-6
     assert one["tokens"] == sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches(8))
     assert one["drawn"] == other["drawn"], "tensor ranks draw alike"
+
+
+def both(folder: str) -> list[dict[str, Any]]:
+    """Tensor ranks, then data ranks."""
+    return [replicas(folder), data_ranks(folder)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each rank found in both."""
+    return run_ranks("tests.test_step_uses:both", 2, folder=str(tmp_path_factory.mktemp("ranks")))
 
 
 def data_ranks(folder: str) -> dict[str, Any]:
@@ -367,8 +378,8 @@ def data_ranks(folder: str) -> dict[str, Any]:
     return {"drawn": drawn}
 
 
-def test_data_ranks_differ_within_and_agree_between_micro_batches(tmp_path: Path) -> None:
-    one, other = run_ranks("tests.test_step_uses:data_ranks", 2, folder=str(tmp_path))
+def test_data_ranks_differ_within_and_agree_between_micro_batches(two_ranks: Any) -> None:
+    one, other = two_ranks[0][1], two_ranks[1][1]
     assert not set(one["drawn"][0]) & set(other["drawn"][0])
     assert one["drawn"][1] == other["drawn"][1], "what shuffles by torch's generator shuffles alike"
     assert len(set(one["drawn"][1])) == 3

@@ -78,14 +78,15 @@ def test_dropout_depends_on_the_step_alone(tmp_path: Path) -> None:
 
 def rank_losses(folder: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    return {"losses": losses(f"{folder}/{rank}", devices=2)}
+    return {name: losses(f"{folder}/{name}/{rank}", devices=2) for name in "ab"}
 
 
 def test_masks_differ_between_ranks_and_repeat(tmp_path: Path) -> None:
-    one, other = (run_ranks("tests.test_streams:rank_losses", 2, folder=str(tmp_path / name)) for name in "ab")
-    assert one == other
-    assert not set(one[0]["losses"]) & set(one[1]["losses"])
-    assert one[0]["losses"] == losses(str(tmp_path / "c")), "rank 0 draws what one process does"
+    one, other = run_ranks("tests.test_streams:rank_losses", 2, folder=str(tmp_path))
+    assert one["a"] == one["b"]
+    assert other["a"] == other["b"]
+    assert not set(one["a"]) & set(other["a"])
+    assert one["a"] == losses(str(tmp_path / "c")), "rank 0 draws what one process does"
 
 
 # The rate

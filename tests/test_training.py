@@ -308,7 +308,7 @@ def test_16_true_is_refused(store: str, tmp_path: Path) -> None:
 def test_gradients_are_unscaled_before_they_are_clipped(precision: str, handles_unscaling: bool) -> None:
     lit = LitLLM(config=MODEL, vocab_size=50, seq_len=8, schedule={"total_steps": 4})
     lit.configure_model()
-    lit._trainer = SimpleNamespace(precision=precision)
+    lit._trainer = SimpleNamespace(precision=precision, max_steps=4, max_epochs=None)
     optimizer = lit.configure_optimizers()["optimizer"]
     # What Lightning asks an optimizer, to know whether it must unscale itself before it calls the clipping hook.
     assert bool(getattr(optimizer, "_step_supports_amp_scaling", False)) is handles_unscaling

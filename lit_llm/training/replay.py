@@ -83,7 +83,14 @@ def replay(
 
     Returns:
         A report for each micro-batch.
+
+    Raises:
+        UserError: micro-batches that can't be computed.
     """
+    known = isinstance(saved.batches, list) and all(isinstance(b, dict) and "input_ids" in b for b in saved.batches)
+    if not (known and saved.batches):
+        left = f" ({_list(saved.left_out)} could not be saved)" if saved.left_out else ""
+        raise UserError(f"the file holds no micro-batches with input_ids, which a replay computes{left}; give another")
     model: nn.Module = module.model
     device = next(model.parameters()).device
 

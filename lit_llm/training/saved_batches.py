@@ -117,13 +117,6 @@ def load_batches(path: str | Path) -> SavedBatches:
         raise UserError(f"{path} holds no saved batches; give a file that fit named when it met a bad step")
     if content["format"] > FORMAT:
         raise UserError(f"{path} has format {content['format']}, this lit-llm reads up to {FORMAT}; update lit-llm")
-    batches = content.get("batches")
-    if (
-        not isinstance(batches, list)
-        or not all(isinstance(b, dict) and "input_ids" in b for b in batches)
-        or not batches
-    ):
-        raise UserError(f"{path} holds no micro-batches with input_ids, which a replay computes; give another file")
     try:
         return SavedBatches(**{one.name: content[one.name] for one in fields(SavedBatches)})
     except KeyError as error:
