@@ -216,13 +216,16 @@ class LitLLM(L.LightningModule):
 
         The number of label tokens of the global batch is known only once its last micro-batch is there, so the sum is
         divided by a constant here and the gradient is put right before the step (:class:`StepBoundary`). A subclass
-        returns it as it is: a further term belongs into :meth:`loss`.
+        returns it as it is: a further term belongs into :meth:`loss`. In manual optimization it is the mean over this
+        micro-batch.
         """
         if not self._labels_checked:
             _refuse_unshifted(batch)
             self._labels_checked = True
-        self._boundary.require(self.trainer)
+        exact = self._boundary.takes_part(self.trainer) and self.automatic_optimization
         loss_sum, count = self.loss(batch)
+        if not exact:
+            return loss_sum / torch.as_tensor(count).clamp(min=1)
         if self._window.scale is None:  # equal on all ranks, as their gradients are averaged
             self._window.scale = int(self.trainer.strategy.broadcast(batch["labels"].numel()))
         return self._window.offer(loss_sum, count, self._tokens_by_source(batch))
@@ -516,7 +519,7 @@ def _refuse_unshifted(batch: Mapping[str, Any]) -> None:
 
 
 def _as(kind: type[_Config], value: Any) -> _Config:
-    return kind(**value) if isinstance(value, Mapping) else value
+    return kind(**(value or {})) if value is None or isinstance(value, Mapping) else value
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import io
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections import OrderedDict, defaultdict, namedtuple
@@ -70,6 +71,31 @@ def kill_at(moment: float | str) -> None:
         return write_part(stream, data)
 
     write._Stream.write = part  # type: ignore[method-assign]
+
+
+def test_what_a_live_process_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / f".x.ckpt.{socket.gethostname()}-{os.getpid()}-1.partial"
+    with mine.open("wb") as file:
+        assert write._lock(file)
+        write.remove_partials(tmp_path)
+        assert mine.exists()
+    write.remove_partials(tmp_path)
+    assert not mine.exists()
+    # Where there are no locks, a process of this machine that has ended is known by its number.
+    import fcntl
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = tmp_path / f".x.ckpt.{socket.gethostname()}-{ended.pid}-1.partial"
+    elsewhere = tmp_path / f".x.ckpt.another-host-{ended.pid}-1.partial"
+    for path in (mine, gone, elsewhere):
+        path.touch()
+    write.remove_partials(tmp_path)
+    assert [mine.exists(), gone.exists(), elsewhere.exists()] == [True, False, True]
 
 
 SIZE = 100_000

@@ -817,6 +817,14 @@ def test_options_of_the_optimizer_add_up(resolved: Callable[..., dict[str, Any]]
     file = write("optimizer.yaml", "model: {optimizer: {options: {momentum: 0.7, dampening: 0.2}}}")
     assert options("--config", file, dotted[0]) == {"momentum": 0.9, "dampening": 0.2}
     assert options(dotted[0], "--config", file) == {"momentum": 0.7, "dampening": 0.2}
+    other = write("other.yaml", "model: {optimizer: {options: {nesterov: true, dampening: 0.0}}}")
+    assert options("--config", file, "--config", other) == {"momentum": 0.7, "dampening": 0.0, "nesterov": True}
+    assert options(dotted[0], "--config", other) == {"momentum": 0.9, "dampening": 0.0, "nesterov": True}
+    assert options('--model.optimizer={"options": {"momentum": 0.6}}', *dotted[1:]) == {
+        "momentum": 0.6,
+        "nesterov": True,
+    }
+    assert options("--config", file, "--model.optimizer.options={}") == {}
 
 
 def test_torchrun_says_how_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,14 @@ def test_spikes_are_judged_as_a_plain_list_would() -> None:
     assert int(guard.skipped) == len(kinds) - kinds.count(GOOD)
 
 
+def test_the_deviation_counts_as_a_hundredth_of_the_mean() -> None:
+    guard = Guard(GuardConfig(spike_factor=5.0, spike_window=8))
+    for _ in range(8):
+        assert judge(guard, 2.0, 1.0)[0] == GOOD
+    assert judge(guard, 2.09, 1.04)[0] == GOOD
+    assert judge(guard, 2.5, 1.0)[0] == SPIKE
+
+
 def test_state_goes_on_where_it_was() -> None:
     config = GuardConfig(spike_factor=3.0, spike_window=8)
     one, other = Guard(config), Guard(config)

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -37,10 +37,20 @@ def loader(number: int) -> DataLoader:
 # What subclasses do
 
 
-def test_a_loss_that_is_changed_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda self, loss: loss + 0.1 * self.transformer.head_weight.square().mean(),
+        lambda self, loss: loss * 0.5,
+        lambda self, loss: (loss - 5).abs() + 5,
+        lambda self, loss: loss.clamp(max=0.01),
+        lambda self, loss: {"loss": loss.square()},
+    ],
+)
+def test_a_loss_that_is_changed_is_refused(tmp_path: Path, change: Any) -> None:
     class Penalty(LitLLM):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) + 0.1 * self.transformer.head_weight.square().mean()
+            return change(self, super().training_step(batch, batch_idx))
 
     with pytest.raises(
         UserError, match=r"override loss\(batch\) instead and return \(loss_sum \+ term \* count, count"
@@ -160,7 +170,80 @@ def test_manual_optimization_draws_anew_and_hears_signals(tmp_path: Path) -> Non
         run.fit(module, loader(16))
     assert run.global_step == 4
     assert len(set(module.drawn)) == 8
+    again = Manual()
+    trainer(str(tmp_path), max_steps=2).fit(again, loader(4))
+    trainer(str(tmp_path), max_steps=4).fit(again, loader(4))
+    assert again.drawn == [*module.drawn[:4], *module.drawn], "a function of the step, whatever was before"
     assert sum(map(len, module._boundary._batches)) == 0
+
+
+def test_manual_optimization_gets_the_mean(tmp_path: Path) -> None:
+    class ByHand(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            loss = LitLLM.training_step(self, batch, batch_idx)
+            ids, labels = batch["input_ids"], batch["labels"]
+            expected = torch.nn.functional.cross_entropy(self.transformer(ids).flatten(0, 1), labels.flatten())
+            torch.testing.assert_close(loss, expected)
+            self.drawn.append(0.0)
+
+    module = ByHand()
+    trainer(str(tmp_path), max_epochs=1).fit(module, loader(3))
+    assert len(module.drawn) == 3
+
+
+def test_a_learning_rate_finder_sees_the_mean(tmp_path: Path) -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    run = trainer(str(tmp_path), max_epochs=1)
+    module = FewLabels()
+    Tuner(run).lr_find(module, loader(4), num_training=4, min_lr=1e-9, max_lr=1e-8, update_attr=False)
+    assert module.losses == pytest.approx([4.1] * len(module.losses), abs=0.5), "the mean loss of a new model, ln 61"
+    assert len(module.losses) == 4
+
+
+class FewLabels(LitLLM):
+    """One label in four."""
+
+    def __init__(self) -> None:
+        super().__init__(**OPTIONS)
+        self.lr = 0.1
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss))
+        return loss
+
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"].clone()
+        labels[:, SEQ // 4 :] = -100
+        loss_sum, count = super().loss({**batch, "labels": labels})
+        return loss_sum, count
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@pytest.mark.parametrize("count", ["int", "one", "float"])
+def test_counts_of_any_kind(tmp_path: Path, count: str) -> None:
+    class Counts(Steps):
+        def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+            loss_sum, number = super().loss(batch)
+            return loss_sum, {"int": int(number), "one": number.reshape(1), "float": number.float()}[count]  # type: ignore[return-value]
+
+    module, plain = Counts(), Steps()
+    for one in (module, plain):
+        trainer(str(tmp_path), max_steps=1, accumulate_grad_batches=2).fit(one, loader(2))
+    torch.testing.assert_close(module.gradients[0], plain.gradients[0])
+
+
+def test_weights_alone_are_no_saved_run(tmp_path: Path) -> None:
+    weights = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=1, save_weights_only=True, save_top_k=-1)
+    run = trainer(str(tmp_path), max_steps=8, callbacks=[SendAt(3, signal.SIGTERM), weights], enable_checkpointing=True)
+    with pytest.raises(SystemExit):
+        run.fit(LitLLM(**OPTIONS), loader(8))
+    saved = torch.load(tmp_path / "checkpoints" / "step-4.ckpt", weights_only=True)
+    assert saved["optimizer_states"]
 
 
 def test_a_fused_optimizer_of_ones_own_under_float16_is_named(tmp_path: Path) -> None:
@@ -198,6 +281,10 @@ def test_one_trainer_serves_several_modules(tmp_path: Path) -> None:
     assert run.global_step == 4
     run = trainer(str(tmp_path), max_steps=2)
     run.fit(LitLLM(**OPTIONS), loader(2))
+    assert not {"_broadcast_sigterm_tensor", "register_signal_handlers"} & {
+        *vars(run.fit_loop.epoch_loop),
+        *vars(run._signal_connector),
+    }
     run.fit_loop.epoch_loop.max_steps = 4
     plain = PlainLightning()
     torch.manual_seed(3)
@@ -214,7 +301,7 @@ def test_ctrl_c_outside_of_fit_is_lightnings(tmp_path: Path) -> None:
     run = trainer(str(tmp_path), max_steps=2, callbacks=[Interrupt()])
     module = LitLLM(**OPTIONS)
     run.fit(module, loader(2))
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(SystemExit):
             run.validate(module, loader(2))

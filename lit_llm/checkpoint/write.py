@@ -94,26 +94,42 @@ def _save(content: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _lock(file: IO[bytes]) -> bool:
-    """Marks a file as being written, as long as it is open; False if another process does."""
+def _lock(file: IO[bytes]) -> bool | None:
+    """Marks a file as being written, as long as it is open; False if another process does, None without locks."""
     try:
         import fcntl
     except ImportError:  # Windows, which does not remove open files either
-        return True
+        return None
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):
         return False
     except OSError:  # a file system without locks
-        return True
+        return None
     return True
+
+
+def _writer_is_gone(partial: str) -> bool:
+    """Whether the process in a partial file's name was one of this machine and has ended."""
+    host, _, rest = partial.rpartition(f".{socket.gethostname()}-")
+    pid = rest.split("-")[0]
+    if not host or not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def remove_partials(folder: str | Path, name: str = "*") -> None:
     """Removes what killed saves of ``name`` have left in a folder, and nothing that another process is writing."""
     for path in Path(folder).glob(f".{name}.*partial"):
-        with suppress(OSError), path.open("rb") as file:
-            if _lock(file):
+        with suppress(OSError), path.open("r+b") as file:  # NFS locks only what may be written
+            locked = _lock(file)
+            if locked or (locked is None and _writer_is_gone(path.name)):
                 path.unlink()
 
 

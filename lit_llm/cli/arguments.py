@@ -45,6 +45,7 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
     result = Arguments([])
     rewritten = False
     options: dict[str, Any] = {}  # of the optimizer, which add up over files and words as well
+    sources = 0
     for name, value, original in _options(words):
         if command == "fit" and name == "--print_schedule" and value is None:
             result.print_schedule = True
@@ -65,8 +66,9 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
             if "config" in fields:
                 rewritten = result.model_config is not None or isinstance(fields["config"], str)
                 result.model_config = _merge(result.model_config, fields["config"])
-            optimizer = fields.get("optimizer")
-            options.update(_mapping(optimizer.get("options")) if isinstance(optimizer, Mapping) else {})
+            given = _mapping(_mapping(fields.get("optimizer")).get("options"))
+            options.update(given)
+            sources += bool(given)
             result.given |= set(fields)
             result.words += original
         elif section in _SECTIONS and value is not None and not rest:
@@ -88,16 +90,24 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
         elif section == "model" and path[:2] == ["optimizer", "options"] and len(path) <= 3:
             result.given.add("optimizer")
             given = {path[2]: _load(value)} if len(path) == 3 else _load(value)
-            if not isinstance(given, Mapping):
+            if not isinstance(given, Mapping | None):
                 raise UserError(f"{name} must be a mapping such as '{{\"momentum\": 0.9}}', not {value!r}")
-            options.update(given)
-            result.words.append(f"--model.optimizer={json.dumps({'options': options})}")
+            if not given:
+                options.clear()
+            options.update(given or {})
+            sources = 2
         else:
             if section == "model":
                 result.given.add(path[0])
+            if (section, path) == ("model", ["optimizer"]):
+                given = _mapping(_mapping(_load(value)).get("options"))
+                options.update(given)
+                sources += bool(given)
             if (section, path) == ("data", ["store"]) and ": " in value and value.lstrip()[:1] not in ("{", '"', "'"):
                 original = [f"{name}={json.dumps(value)}"]  # a folder `a: b` is no mapping
             result.words += _nested(section, path, value) if len(path) > 1 and path[0] != "dict_kwargs" else original
+    if sources > 1:
+        result.words.append(f"--model.optimizer={json.dumps({'options': options})}")
     if rewritten:
         # Behind everything else, as it sums up what came before.
         config = result.model_config

@@ -48,7 +48,6 @@ class StepBoundary(Callback):
         """Of the gradients of the step that is being taken, before clipping; None where nobody asks for it."""
         self._signals = SignalFlag()
         self._read = HostRead()
-        self._incidents = Incidents(config, seed)
         self._trainer: Any = None
         self._hooks: list[Any] = []
         self._begin(0)
@@ -56,6 +55,7 @@ class StepBoundary(Callback):
     def _begin(self, step: int) -> None:
         self.window.discard()
         self._read.clear()
+        self._incidents = Incidents(self.config, self.seed)
         self._marks: Tensor | None = None  # (ranks,) what each rank reports at this step
         self._batches: list[list[Any]] = [[]]  # micro-batches of the steps not yet read
         self._seen_step = step
@@ -71,16 +71,17 @@ class StepBoundary(Callback):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = SafeCheckpointIO()
 
-    def require(self, trainer: Any) -> None:
-        """Refuses a module that was never attached: its gradients would have no scale.
+    def takes_part(self, trainer: Any) -> bool:
+        """Whether it makes the steps of this fit; not while a tuner has put the callbacks aside.
 
         Raises:
-            UserError: ``setup`` was overridden without its own.
+            UserError: ``setup`` was overridden without its own, so that it was never attached.
         """
         if self._trainer is not trainer:
             raise UserError(
                 "LitLLM.setup was not called: a subclass that overrides setup must call super().setup(stage)"
             )
+        return self in trainer.callbacks
 
     def _detach(self, trainer: Any) -> None:
         """Leaves the Trainer, and the optimizers, as they were."""
@@ -118,7 +119,7 @@ class StepBoundary(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Counts a micro-batch once its gradient is about to be made."""
-        self.window.commit(loss)
+        self.window.commit(loss, scaled=loss_scaler(trainer) is not None)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -185,6 +186,7 @@ class StepBoundary(Callback):
 
     def end_micro_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Acts on what the ranks agreed on, once a step."""
+        self.window.withdraw()
         # Between micro-batches all ranks draw alike, as code that shuffles by torch's generator expects.
         begin_stream(self.seed, trainer.global_step, self._micro_batch, _ALL_RANKS)
         if trainer.global_step == self._seen_step:

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lit_llm.checkpoint.write import CheckpointWriteError
 from lit_llm.errors import RunStopped
 from lit_llm.training.lightning_loop import end_run
 from lit_llm.training.signals import name_of, requeue
@@ -26,13 +27,20 @@ def end_by_signal(trainer: Any, rank: int, number: int, ended: bool = False) -> 
         ended: whether training has come to its own end, so that its hooks are called already.
 
     Raises:
+        CheckpointWriteError: it can't be saved.
         SIGTERMException: exit code 0; for SIGINT KeyboardInterrupt, which Lightning makes its exit of. Under ddp_spawn
             and ddp_fork, whose parent would wait for ever, RunStopped.
     """
-    saved = _save_and_end(trainer, ended)
-    told = f"stopped by {name_of(number)} (rank {rank}) after step {trainer.global_step}; {_where(saved)}"
+    failure = None
+    try:
+        what = _where(_save_and_end(trainer, ended))
+    except CheckpointWriteError as error:  # the one before is still there
+        failure, what = error, str(error)
+    told = f"stopped by {name_of(number)} (rank {rank}) after step {trainer.global_step}; {what}"
     if trainer.is_global_zero and (queued := requeue(trainer, number)) is not None:
         told += f"; {queued}"
+    if failure is not None:
+        raise CheckpointWriteError(told) from failure
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise RunStopped(told)
     rank_zero_info(told)
@@ -64,7 +72,8 @@ def _saved(trainer: Any) -> str | None:
         if hasattr(one, "save_now"):  # RunCheckpoint
             return one.save_now(trainer)
     for one in callbacks:
-        if isinstance(one, ModelCheckpoint) and one._last_global_step_saved == trainer.global_step:
+        whole = isinstance(one, ModelCheckpoint) and not one.save_weights_only
+        if whole and one._last_global_step_saved == trainer.global_step:
             return one._last_checkpoint_saved or one.last_model_path or one.best_model_path
     if not callbacks or trainer.fast_dev_run:
         return None

@@ -36,7 +36,9 @@ class SignalFlag:
         if threading.current_thread() is not threading.main_thread():
             return
         before = trainer._signal_connector._original_handlers
-        numbers = {signal.SIGTERM, signal.SIGINT, *requeue_signals(trainer)}
+        numbers = {signal.SIGTERM, *requeue_signals(trainer)}
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as of a job in the background
+            numbers.add(signal.SIGINT)
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # else nohup, or the user
             numbers.add(signal.SIGHUP)
         for number in numbers:

@@ -56,15 +56,25 @@ class StepWindow:
             The loss whose gradient is to be taken.
         """
         assert self.scale is not None
+        loss_sum, count = loss_sum.reshape(()), torch.as_tensor(count, device=loss_sum.device).reshape(())
         loss = loss_sum / self.scale
         self._offered = (loss.grad_fn, loss_sum.detach(), count, by_source)
         return loss
 
-    def commit(self, loss: Tensor) -> None:
+    def withdraw(self) -> None:
+        """Forgets an offer whose loss was not used."""
+        self._offered = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the graph of a loss, which can't be copied."""
+        return {**self.__dict__, "_offered": None}
+
+    def commit(self, loss: Tensor, scaled: bool = False) -> None:
         """Adds the micro-batch that was offered, as the gradient of ``loss`` is about to be taken.
 
         Args:
-            loss: what became of the one that :meth:`offer` gave: divided, or scaled for float16, but nothing added.
+            loss: what became of the one that :meth:`offer` gave, divided by Lightning.
+            scaled: whether it was multiplied for float16 besides.
 
         Raises:
             UserError: it is another one, whose gradient would get the wrong scale.
@@ -73,7 +83,7 @@ class StepWindow:
             return
         node, loss_sum, count, by_source = self._offered
         self._offered = None
-        if not _is_made_of(loss.grad_fn, node):
+        if not _is_made_of(loss, node, scaled):
             raise UserError(
                 "training_step changes the loss that LitLLM.training_step returned, whose scale is not that of a mean: "
                 "override loss(batch) instead and return (loss_sum + term * count, count), or a loss of your own"
@@ -149,11 +159,25 @@ class StepWindow:
         return rate
 
 
-def _is_made_of(node: Any, wanted: Any) -> bool:
-    """Whether a node of the graph leads to ``wanted`` and nowhere else."""
+# Nodes that leave a gradient as it is; a sum or difference has one input if the other is a constant.
+_NEUTRAL = ("Add", "Sub", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "ToCopy")
+
+
+def _is_made_of(loss: Tensor, wanted: Any, scaled: bool) -> bool:
+    """Whether ``loss`` is the ``wanted`` node's output, divided once, and multiplied once if ``scaled``."""
+    node, number = loss.grad_fn, loss.output_nr
+    left = {"Div": 1, "Mul": int(scaled)}
     while node is not wanted:
-        inputs = [one for one, _ in node.next_functions if one is not None] if node is not None else []
-        if len(inputs) != 1:
+        if node is None:
             return False
-        node = inputs[0]
+        kind = node.name().removesuffix("Backward0")
+        if "DDPSink" in kind:  # hands on all outputs of a training step
+            node, number = node.next_functions[number]
+            continue
+        inputs = [one for one in node.next_functions if one[0] is not None]
+        if len(inputs) != 1 or (kind not in _NEUTRAL and not left.get(kind)):
+            return False
+        if kind in left:
+            left[kind] -= 1
+        node, number = inputs[0]
     return True
