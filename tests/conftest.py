@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as where the tests run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported: these models are too small for threads, and children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -118,6 +118,7 @@ def unpicklable(store: str, folder: str, devices: int = 1) -> list[str]:
     return errors
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_content_ends_the_run_on_all_ranks(store: str, tmp_path: Path) -> None:
     alone = unpicklable(store, str(tmp_path / "one"))
     call, folder = "tests.test_checkpoint_faults:unpicklable", str(tmp_path / "two")

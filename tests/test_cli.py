@@ -709,7 +709,8 @@ def test_a_mistake_under_ddp_is_told_once(store: str) -> None:
     [
         ("pause", [signal.SIGTERM], 0),
         pytest.param("pause", [signal.SIGINT], 130, marks=pytest.mark.slow),
-        ("wait", [signal.SIGINT, signal.SIGINT], 130),  # the second one does not wait for the step
+        # the second one does not wait for the step
+        pytest.param("wait", [signal.SIGINT, signal.SIGINT], 130, marks=pytest.mark.slow),
     ],
 )
 def test_signals_save_and_have_their_own_exit_codes(store: str, mode: str, signals: list[int], code: int) -> None:

@@ -103,6 +103,22 @@ def test_options_that_are_none(options: dict[str, Any]) -> None:
 # In a run
 
 
+class PlainLoss(LitLLM):
+    """Lightning's own semantics, and a loss that is not finite on rank 1 in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__(config=MODEL, vocab_size=VOCAB, seq_len=SEQ)
+        self.after: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss_sum, count = self.loss(batch)
+        bad = self.trainer.global_step == 1 and self.trainer.global_rank == 1
+        return loss_sum / count * (math.nan if bad else 1.0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after.append(flat(self.parameters()))
+
+
 class Troubled(LitLLM):
     """A loss that is multiplied by something at given steps, on given ranks, or whose gradient is."""
 
@@ -235,7 +251,17 @@ CASES = [("skip", False), ("skip", True), ("stop", False)]
 
 def all_cases(folder: str) -> list[dict[str, Any]]:
     """One after the other, as a start takes longer than all of them; the last one ends its run."""
-    return [two_ranks(f"{folder}/{index}", *case) for index, case in enumerate(CASES)]
+    plain = PlainLoss()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(f"{folder}/plain", devices=2, strategy="ddp", max_steps=3)
+        run.fit(plain, DataLoader(micro_batches(3), batch_size=None))
+    told = " ".join(str(one.message) for one in caught if "skipped" in str(one.message))
+    same = torch.equal(plain.after[0], plain.after[1]) and not torch.equal(plain.after[1], plain.after[2])
+    return [
+        *(two_ranks(f"{folder}/{index}", *case) for index, case in enumerate(CASES)),
+        {"told": told, "same": same},
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +285,11 @@ def test_nan_on_one_of_two_ranks(ranks_of_cases: list[Any], index: int) -> None:
     mine = ["step-3-rank-0.pt"] if only_gradient else []
     assert ranks[1]["replays"] in (["step-3-rank-1.pt"], [*mine, "step-3-rank-1.pt"])  # the other may be on its way
     assert [name for name in ranks[0]["replays"] if "rank-0" in name] == mine
+
+
+def test_nan_in_a_plain_loss_names_its_rank(ranks_of_cases: list[Any]) -> None:
+    assert [cases[-1]["same"] for cases in ranks_of_cases] == [True, True]
+    assert "step 2 skipped: the loss is not finite on rank 1" in ranks_of_cases[0][-1]["told"]
 
 
 # float16

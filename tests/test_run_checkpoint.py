@@ -124,6 +124,7 @@ def killed_in_the_background(store: str, folder: str) -> None:
     fit(store, folder, 8, At({6: lambda trainer: at_6.set()}), every_n_train_steps=2, async_save=True)
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_a_write(store: str, tmp_path: Path) -> None:
     call = f"from tests.test_run_checkpoint import killed_in_the_background as run; run({store!r}, {str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", call], cwd=Path(__file__).parent.parent, timeout=120)

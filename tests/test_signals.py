@@ -190,7 +190,7 @@ def _started(folder: Path, main: str, log: Any, torchrun: bool) -> subprocess.Po
     ("launcher", "rank"),
     [
         ("torchrun", 1),
-        ("lightning", 0),
+        pytest.param("lightning", 0, marks=pytest.mark.slow),
         pytest.param("torchrun", 0, marks=pytest.mark.slow),
         pytest.param("lightning", 1, marks=pytest.mark.slow),
     ],

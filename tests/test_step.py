@@ -276,9 +276,20 @@ def watched(folder: str, plain: bool) -> dict[str, Any]:
     return {"counts": dict(watch.counts), "steps": watch.steps, "kept": watch.kept[4:]}
 
 
-def test_nothing_of_lightnings_waits_between_steps(tmp_path: Path) -> None:
+def both_watched(folder: str) -> list[dict[str, Any]]:
+    """A LitLLM's fit, then one that mends nothing."""
+    return [watched(folder, plain=False), watched(folder, plain=True)]
+
+
+@pytest.fixture(scope="module")
+def watched_ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What both ranks counted."""
+    return run_ranks("tests.test_step:both_watched", 2, folder=str(tmp_path_factory.mktemp("ranks")))
+
+
+def test_nothing_of_lightnings_waits_between_steps(watched_ranks: Any) -> None:
     assert is_mended()
-    for rank in run_ranks("tests.test_step:watched", 2, folder=str(tmp_path), plain=False):
+    for rank, _ in watched_ranks:
         assert rank["steps"] == 4
         assert not any(rank["kept"][::4]), "gradients are freed right after the step"
         counts = {name: number for name, number in rank["counts"].items() if not name.startswith("item lit_llm.ops.")}
@@ -287,9 +298,9 @@ def test_nothing_of_lightnings_waits_between_steps(tmp_path: Path) -> None:
         assert counts == {"all_reduce": 4}
 
 
-def test_lightning_still_needs_the_mending(tmp_path: Path) -> None:
+def test_lightning_still_needs_the_mending(watched_ranks: Any) -> None:
     """Fails once a version of Lightning no longer does these things: then lightning_loop.py can shrink."""
-    for rank in run_ranks("tests.test_step:watched", 2, folder=str(tmp_path), plain=True):
+    for _, rank in watched_ranks:
         assert rank["counts"]["broadcast"] == 16
         assert rank["counts"]["item lightning.pytorch.loops.training_epoch_loop"] == 16
         assert sum(n for name, n in rank["counts"].items() if "logger_connector" in name or "apply_func" in name) >= 16

@@ -405,7 +405,7 @@ def test_batches_of_any_kind_are_survived(tmp_path: Path, kind: str) -> None:
 
     one = torch.ones(2, 2)
     batch: Any = [one, "text"] if kind == "list" else {"input_ids": one.to_sparse(), "labels": torch.zeros(1)}
-    with pytest.warns(UserWarning, match="step 2 skipped: the gradient is not finite"):
+    with pytest.warns(UserWarning, match="step 2 skipped: the loss is not finite on rank 0"):
         trainer(str(tmp_path), max_steps=3).fit(Odd(**OPTIONS), DataLoader([batch] * 3, batch_size=None))
 
 

@@ -121,6 +121,7 @@ def as_tensors(result: dict[str, Any]) -> Weights:
     return {name: torch.tensor(values) for name, values in result["weights"].items()}
 
 
+@pytest.mark.slow
 def test_two_ddp_ranks_equal_one_process(store: str, tmp_path: Path) -> None:
     average = WeightAverage(0.8)
     watch, _ = fit(store, tmp_path / "one", average, **VALIDATED)

@@ -58,6 +58,7 @@ class StepBoundary(Callback):
         self._incidents = Incidents(self.config, self.seed)
         self._marks: Tensor | None = None  # (ranks,) what each rank reports at this step
         self._batches: list[list[Any]] = [[]]  # micro-batches of the steps not yet read
+        self._bad: Tensor | None = None  # whether a micro-batch of this step had a loss that is not finite
         self._seen_step = step
         self._micro_batch = -1
         self._ending = False
@@ -112,13 +113,16 @@ class StepBoundary(Callback):
         self._micro_batch = batch_idx % trainer.accumulate_grad_batches if automatic else self._micro_batch + 1
         if automatic and self._micro_batch == 0:  # Lightning zeroes the gradients here, also behind a window cut short
             self.window.forget()
+            self._bad = None
             self._batches[-1].clear()
         begin_stream(self.seed, trainer.global_step, self._micro_batch, data_rank(trainer))
         if automatic and self.config.active and self._incidents.save_more:
             self._batches[-1].append(batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Counts a micro-batch once its gradient is about to be made."""
+        """Counts a micro-batch once its gradient is about to be made, and notes whether its loss is finite."""
+        bad = ~torch.isfinite(loss.detach()).all()
+        self._bad = bad if self._bad is None else self._bad | bad
         self.window.commit(loss, scaled=loss_scaler(trainer) is not None)
 
     def on_before_optimizer_step(
@@ -139,7 +143,7 @@ class StepBoundary(Callback):
         gradients, loss = gradients_of(optimizer), None
         if self.window.is_open:  # else an overridden training_step: Lightning's own semantics
             sums = self.window.sums()
-            totals = self._agree(trainer, sums, bad=~torch.isfinite(sums[0]))
+            totals = self._agree(trainer, sums)
             loss, factor = self.window.close(totals, trainer.accumulate_grad_batches * _averaged_ranks(trainer))
             if gradients:
                 torch._foreach_mul_(gradients, factor.to(torch.promote_types(gradients[0].dtype, torch.float32)))
@@ -153,10 +157,11 @@ class StepBoundary(Callback):
             log_step: Any = pl_module._log_step
             log_step(optimizer, loss, self.norm)
 
-    def _agree(self, trainer: Trainer, sums: Tensor, bad: Tensor | int = 0) -> Tensor:
+    def _agree(self, trainer: Trainer, sums: Tensor) -> Tensor:
         """One reduction over the ranks of ``sums``, and of what each rank has to report; gives the sums."""
         marks = sums.new_zeros(trainer.world_size)
-        marks[trainer.global_rank] = self._signals.number + BAD * bad
+        marks[trainer.global_rank] = self._signals.number + (0 if self._bad is None else BAD * self._bad)
+        self._bad = None
         parts = torch.cat([sums, marks])
         if trainer.world_size > 1 and dist.is_initialized():
             # Not through the strategy, which puts a barrier before each reduction.
