@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -78,10 +79,10 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(content: Any, file: Any) -> None:
         file.write(b"half")
-        raise RuntimeError("[enforce fail at inline_container.cc] no space")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="x.pt can't be written"):
+    with pytest.raises(OSError, match="x.pt can't be written: No space left"):
         save_batches(tmp_path / "x.pt", batches=[random_batch(0)], **FACTS)
     assert list(tmp_path.iterdir()) == []
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_llm.callbacks.saved_files import KeepRule, Saved
 from lit_llm.checkpoint.find import newest_checkpoint
-from lit_llm.checkpoint.write import BackgroundWrite, CheckpointWriteError, SafeCheckpointIO, remove_partials, snapshot
+from lit_llm.checkpoint.write import BackgroundWrite, CheckpointWriteError, remove_partials, snapshot, write_safely
 from lit_llm.errors import UserError
 
 
@@ -68,8 +67,7 @@ class SavingCheckpoint(ModelCheckpoint):
                 "checkpoint.async_save works where rank 0 writes the whole checkpoint, on one device and with ddp, not "
                 f"with {type(strategy).__name__}; leave it false"
             )
-        if type(strategy.checkpoint_io) is TorchCheckpointIO:
-            strategy.checkpoint_io = SafeCheckpointIO()
+        write_safely(strategy)
         if trainer.is_global_zero:
             remove_partials(self.dirpath)
 

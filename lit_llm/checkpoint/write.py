@@ -173,6 +173,12 @@ class SafeCheckpointIO(TorchCheckpointIO):
             write_checkpoint(checkpoint, local)
 
 
+def write_safely(strategy: Any) -> None:
+    """Gives a strategy SafeCheckpointIO, where it would use exactly Lightning's own."""
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = SafeCheckpointIO()
+
+
 def snapshot(content: Any) -> Any:
     """A copy of a checkpoint's content that later training can't change.
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lit_llm.checkpoint.write import SafeCheckpointIO
+from lit_llm.checkpoint.write import write_safely
 from lit_llm.errors import UserError
 from lit_llm.optim import supports_found_inf
 from lit_llm.training.ending import end_by_failure, end_by_signal
@@ -69,8 +68,7 @@ class StepBoundary(Callback):
         others = [one for one in trainer.callbacks if not isinstance(one, StepBoundary | StepEnd)]
         trainer.callbacks = [self, *others, StepEnd(self)]
         self._trainer = trainer
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = SafeCheckpointIO()
+        write_safely(trainer.strategy)
 
     def takes_part(self, trainer: Any) -> bool:
         """Whether it makes the steps of this fit; not while a tuner has put the callbacks aside.

@@ -90,7 +90,7 @@ class _Registration:
 class QuietLoggerConnector(_LoggerConnector):
     """Leaves progress-bar metrics on their device until a bar asks for them, and then gives what has arrived."""
 
-    _shown: dict[str, tuple[HostRead, float]]
+    _shown: dict[str, tuple[HostRead, float | None]]
 
     @property
     def metrics(self) -> Any:
@@ -117,12 +117,14 @@ class QuietLoggerConnector(_LoggerConnector):
         """Numbers for a bar: on a GPU those of the time it asked before, so that nothing waits."""
         if self.trainer._results:
             self._progress_bar_metrics.update(self.metrics["pbar"])
-        return {name: self._number(name, value) for name, value in self._progress_bar_metrics.items()}
+        numbers = {name: self._number(name, value) for name, value in self._progress_bar_metrics.items()}
+        return {name: number for name, number in numbers.items() if number is not None}
 
     def _number(self, name: str, value: Any) -> Any:
+        """What is known of a metric; None where nothing has arrived yet."""
         if not isinstance(value, Tensor) or value.numel() != 1:
             return value
-        read, shown = self._shown.get(name) or (HostRead(), float("nan"))
+        read, shown = self._shown.get(name) or (HostRead(), None)
         read.put(value.reshape(1), None)
         if (arrived := read.take()) is not None:
             shown = arrived[0][0]

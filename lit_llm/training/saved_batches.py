@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_llm.checkpoint.write import write_checkpoint
 from lit_llm.errors import UserError
 
 FORMAT = 1
@@ -83,19 +82,7 @@ def save_batches(
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "left_out": sorted(left_out),
     }
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with partial.open("wb") as file:
-            torch.save(content, file)
-        os.replace(partial, path)
-    except BaseException as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError):  # what torch's zip writer makes of a full disk
-            raise OSError(f"{path} can't be written: {error}") from error
-        raise
+    write_checkpoint(content, path)
 
 
 def load_batches(path: str | Path) -> SavedBatches:
