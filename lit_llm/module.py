@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -32,8 +34,14 @@ from lit_llm.optim import (
     resolved,
 )
 from lit_llm.optim.checks import as_float
+from lit_llm.parallel.activation_checkpointing import check_checkpointing
+from lit_llm.parallel.ddp import ensure_float32_reduction
+from lit_llm.parallel.parallelize import parallelize
+from lit_llm.parallel.report import is_sharded
+from lit_llm.parallel.strategy import MeshStrategy
 from lit_llm.training.boundary import StepBoundary
-from lit_llm.training.gradients import gradients_of
+from lit_llm.training.evaluation import EvaluationLockstep
+from lit_llm.training.gradients import gradients_of, scale_gradients
 from lit_llm.training.guard import GuardConfig
 from lit_llm.training.window import StepWindow
 
@@ -65,6 +73,9 @@ class LitLLM(L.LightningModule):
         z_loss: coefficient of the squared log-partition function, a term of the training loss that keeps logits small.
         label_smoothing: share of the training loss that is spread over the whole vocabulary. Validation and test
             measure the plain loss.
+        activation_checkpointing: what is computed again in backward instead of being kept: ``none``, ``full`` (all but
+            each block's input), a number n (every n-th block so), or ``selective`` (all but matrix products and
+            attention).
 
     Raises:
         UserError: a configuration that does not fit together or contradicts the data.
@@ -84,6 +95,7 @@ class LitLLM(L.LightningModule):
         guard: GuardConfig = GuardConfig(),  # noqa: B008
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
+        activation_checkpointing: str | int = "none",
     ) -> None:
         super().__init__()
         self.optimizer_config = _as(OptimizerConfig, optimizer)
@@ -93,6 +105,7 @@ class LitLLM(L.LightningModule):
         self.z_loss = as_float("model.z_loss", z_loss, 0.0)
         self.label_smoothing = as_float("model.label_smoothing", label_smoothing, 0.0, 1.0, below=True)
         self.compile_blocks, self.attention_backend = compile, attention_backend
+        self.activation_checkpointing = check_checkpointing(activation_checkpointing)
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.config_source = config
         self.vocab_size, self.seq_len = vocab_size, seq_len
@@ -150,9 +163,20 @@ class LitLLM(L.LightningModule):
         """Builds ``self.model``, once; the weights are a function of (seed, parameter name) alone."""
         if self.model is not None:
             return
-        self.model = Transformer(self.resolve_config(), seed=self.seed, attention_backend=self.attention_backend)
-        if self.compile_blocks:
-            self.model.compile_blocks()
+        strategy = None if self._trainer is None else self._trainer.strategy
+        sharding = strategy.sharding() if isinstance(strategy, MeshStrategy) else None
+        with nullcontext() if sharding is None else torch.device("meta"):  # no process has room for the whole
+            model = Transformer(self.resolve_config(), seed=self.seed, attention_backend=self.attention_backend)
+        parallelize(
+            model,
+            activation_checkpointing=self.activation_checkpointing,
+            compile=self.compile_blocks,
+            sharding=sharding,
+        )
+        if isinstance(strategy, MeshStrategy) and sharding is not None:
+            model.to_empty(device=strategy.storage_device)
+            model.init_weights(self.seed)
+        self.model = model
         self._save_hparams()
 
     @property
@@ -196,8 +220,14 @@ class LitLLM(L.LightningModule):
             raise UserError(
                 "trainer.precision 16-true keeps float16 weights and trains to NaN; use bf16-true or 16-mixed"
             )
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            raise UserError(
+                "Lightning's FSDPStrategy can't keep float32 reduction, clipping by norm and accumulation without "
+                "communication; use strategy=lit_llm.parallel.MeshStrategy(), which splits over all devices likewise"
+            )
         if stage == "fit":
             self._boundary.attach(self.trainer)
+        EvaluationLockstep.attach(self.trainer)
         data = getattr(self.trainer, "datamodule", None)
         if self.tokenizer is None:
             try:
@@ -260,9 +290,9 @@ class LitLLM(L.LightningModule):
         by_norm = bool(gradient_clip_val) and str(gradient_clip_algorithm or "norm").endswith("norm")
         if not by_norm or norm is None:
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        elif gradients:
+        else:
             assert gradient_clip_val is not None
-            torch._foreach_mul_(gradients, (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0))
+            scale_gradients(gradients, (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0))
 
     def _log_step(self, optimizer: torch.optim.Optimizer, loss: Tensor, norm: Tensor) -> None:
         self.log("train/loss", loss, prog_bar=True)
@@ -335,7 +365,21 @@ class LitLLM(L.LightningModule):
         clip = self.trainer.gradient_clip_val
         if clip is not None and clip < 0:
             raise UserError(f"trainer.gradient_clip_val must be above 0, or null for none; got {clip}")
+        self._refuse_unsplit()
+        ensure_float32_reduction(self.trainer.strategy)
         rank_zero_info(f"model: {sum(p.numel() for p in self.parameters()):,} parameters")
+
+    def _refuse_unsplit(self) -> None:
+        """Under a strategy that leaves splitting to the module, gradients of what is not split stay apart."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, ModelParallelStrategy) or isinstance(strategy, MeshStrategy):
+            return
+        whole = [name for name, p in self.named_parameters() if p.requires_grad and not is_sharded(p)]
+        if whole and strategy.world_size > 1:
+            raise UserError(
+                f"{type(strategy).__name__} splits nothing by itself, so each rank would train a model of its own "
+                f"({whole[0]} is not split); use lit_llm.parallel.MeshStrategy, or split it in configure_model"
+            )
 
     def on_train_start(self) -> None:
         """Starts the clock of tokens per second, and the counts of the data's stores."""
@@ -502,6 +546,7 @@ class LitLLM(L.LightningModule):
                 "guard": _plain(self.guard_config),
                 "z_loss": self.z_loss,
                 "label_smoothing": self.label_smoothing,
+                "activation_checkpointing": self.activation_checkpointing,
             },
             logger=False,
         )

@@ -18,7 +18,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lit_llm.checkpoint import CheckpointWriteError, SafeCheckpointIO, snapshot, write, write_checkpoint
+from lit_llm.checkpoint import CheckpointWriteError, SafeCheckpointIO, disk, snapshot, write, write_checkpoint
 from lit_llm.errors import UserError
 
 Pair = namedtuple("Pair", "left right")
@@ -58,7 +58,7 @@ def kill_at(moment: float | str) -> None:
 
         setattr(os, name, dying)
         return
-    written, write_part = 0, write._Stream.write
+    written, write_part = 0, disk.Stream.write
 
     def part(stream: Any, data: Any) -> int:
         nonlocal written
@@ -70,16 +70,16 @@ def kill_at(moment: float | str) -> None:
         written += len(data)
         return write_part(stream, data)
 
-    write._Stream.write = part  # type: ignore[method-assign]
+    disk.Stream.write = part  # type: ignore[method-assign]
 
 
 def test_what_a_live_process_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = tmp_path / f".x.ckpt.{socket.gethostname()}-{os.getpid()}-1.partial"
     with mine.open("wb") as file:
-        assert write._lock(file)
-        write.remove_partials(tmp_path)
+        assert disk.lock_file(file)
+        disk.remove_partials(tmp_path)
         assert mine.exists()
-    write.remove_partials(tmp_path)
+    disk.remove_partials(tmp_path)
     assert not mine.exists()
     # Where there are no locks, a process of this machine that has ended is known by its number.
     import fcntl
@@ -94,7 +94,7 @@ def test_what_a_live_process_writes_is_left_alone(tmp_path: Path, monkeypatch: p
     elsewhere = tmp_path / f".x.ckpt.another-host-{ended.pid}-1.partial"
     for path in (mine, gone, elsewhere):
         path.touch()
-    write.remove_partials(tmp_path)
+    disk.remove_partials(tmp_path)
     assert [mine.exists(), gone.exists(), elsewhere.exists()] == [True, False, True]
 
 
@@ -125,7 +125,7 @@ def test_a_write_killed_at_any_moment_costs_nothing(tmp_path: Path) -> None:
         folder = tmp_path / str(index)
         replaced = moment == "after replace"
         assert number_in(folder / "x.ckpt", SIZE) == (2 if replaced else 1), moment
-        partials = list(folder.glob(write.PARTIAL))
+        partials = list(folder.glob(disk.PARTIAL))
         assert len(partials) == (0 if replaced else 1)
         if not isinstance(moment, str):
             assert partials[0].stat().st_size == int(moment)
@@ -186,7 +186,7 @@ def test_what_is_no_error_of_the_disk_arrives_as_it_is(tmp_path: Path, monkeypat
         write_checkpoint({**content(2), "function": lambda: None}, path)
     written = io.BufferedWriter.write
 
-    class Interrupted(write._Stream):
+    class Interrupted(disk.Stream):
         def __init__(self, file: Any) -> None:
             super().__init__(self)  # type: ignore[arg-type]
             self.real = file
@@ -197,7 +197,7 @@ def test_what_is_no_error_of_the_disk_arrives_as_it_is(tmp_path: Path, monkeypat
                 raise KeyboardInterrupt
             return written(self.real, data)
 
-    monkeypatch.setattr(write, "_Stream", Interrupted)
+    monkeypatch.setattr(disk, "Stream", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_checkpoint(content(2), path)
     assert [one.name for one in tmp_path.iterdir()] == ["x.ckpt"]

@@ -139,9 +139,11 @@ def test_a_run_killed_in_the_middle_of_a_write(store: str, tmp_path: Path) -> No
 
 
 def test_the_background_is_for_strategies_with_one_writer(tmp_path: Path) -> None:
-    strategy = SimpleNamespace(broadcast=lambda value: value)
+    strategy = SimpleNamespace(broadcast=lambda value: value, checkpoint_io=None)
     trainer: Any = SimpleNamespace(strategy=strategy, default_root_dir=str(tmp_path))
-    with pytest.raises(UserError, match=r"checkpoint\.async_save .*one device and with ddp, not with SimpleNamespace"):
+    with pytest.raises(
+        UserError, match=r"checkpoint\.async_save .*ddp and with MeshStrategy, not with SimpleNamespace"
+    ):
         RunCheckpoint(async_save=True).setup(trainer, None, "fit")  # type: ignore[arg-type]
 
 

@@ -3,7 +3,8 @@
 from lit_llm.callbacks.checkpoints import RunCheckpoint
 from lit_llm.callbacks.predictions import PredictionWriter
 from lit_llm.callbacks.progress import ProgressLines
+from lit_llm.callbacks.replicas import ReplicaCheck
 from lit_llm.callbacks.run_config import SaveConfig
 from lit_llm.callbacks.weight_average import WeightAverage
 
-__all__ = ["PredictionWriter", "ProgressLines", "RunCheckpoint", "SaveConfig", "WeightAverage"]
+__all__ = ["PredictionWriter", "ProgressLines", "ReplicaCheck", "RunCheckpoint", "SaveConfig", "WeightAverage"]

@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_llm.callbacks.saved_files import KeepRule
-from lit_llm.callbacks.saving import SavingCheckpoint
+from lit_llm.callbacks.saving import SavesTogether, SavingCheckpoint
 from lit_llm.errors import UserError
 
 
@@ -38,7 +38,7 @@ class RunCheckpoint(SavingCheckpoint):
         save_weights_only: leave out what resuming needs.
         keep_every_n_steps: checkpoints whose step is a multiple are kept besides; None: none.
         async_save: write in the background, while training goes on; takes a copy of the checkpoint in CPU memory. A
-            save waits for the one before. For one device and ddp.
+            save waits for the one before. For one device, ddp and MeshStrategy.
     """
 
     def __init__(
@@ -128,11 +128,16 @@ class RunCheckpoint(SavingCheckpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Waits for the background, and saves if asked to.
 
-        The other ranks may train on or be gone. So where rank 0 writes the whole it does that without them.
+        The other ranks may train on or be gone. So where rank 0 writes the whole it does that without them, and where
+        each writes its part nothing is saved unless all come within a minute.
         """
         self._settle(trainer, alone=True)
         wanted = self._should_save_on_exception(trainer) and self._failed_step != trainer.global_step
-        if wanted and trainer.state.fn == TrainerFn.FITTING and (trainer.is_global_zero or not self._rank_0_writes):
+        if not wanted or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if isinstance(trainer.strategy, SavesTogether) and not trainer.strategy.all_come():
+            rank_zero_warn(f"step {trainer.global_step} is not saved: each rank would write its part, and not all do")
+        elif trainer.is_global_zero or not self._rank_0_writes:
             self._save(trainer, None, foreground=True, alone=self._rank_0_writes)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -67,6 +67,7 @@ class PredictionWriter(Callback):
         trainer.strategy.barrier("PredictionWriter")
         if trainer.is_global_zero:
             self._merge([self._part_path(rank) for rank in range(trainer.world_size)])
+        trainer.strategy.barrier("PredictionWriter: the file is there")
 
     def _merge(self, parts: list[Path]) -> None:
         whole = self.output.with_name(f".{self.output.name}.partial")

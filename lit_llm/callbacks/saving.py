@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,13 +14,31 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_llm.callbacks.saved_files import KeepRule, Saved
 from lit_llm.checkpoint.find import newest_checkpoint
+from lit_llm.checkpoint.team import Team
 from lit_llm.checkpoint.write import BackgroundWrite, CheckpointWriteError, remove_partials, snapshot, write_safely
 from lit_llm.errors import UserError
 
 
+@runtime_checkable
+class SavesTogether(Protocol):
+    """A strategy under which each rank writes its part, such as MeshStrategy."""
+
+    def write_in_background(self, content: dict[str, Any], path: str) -> BackgroundWrite:
+        """Begins to write out of copies; called by all ranks. What fails on one is the error on all."""
+        ...
+
+    def prepare_saving(self) -> None:
+        """Called by all ranks before any save."""
+        ...
+
+    def all_come(self, seconds: float = 60) -> bool:
+        """Whether all ranks call this within some seconds."""
+        ...
+
+
 @dataclass
 class _Write:
-    """A save that is not settled: all ranks hold one, rank 0 alone knows how it goes."""
+    """A save that is not settled: all ranks hold one, those that write know how it goes."""
 
     saved: Saved
     saved_before: int  # the step
@@ -59,15 +77,17 @@ class SavingCheckpoint(ModelCheckpoint):
         strategy = trainer.strategy
         folder = self.dirpath or os.path.join(trainer.default_root_dir, "checkpoints")
         self.dirpath = os.path.realpath(strategy.broadcast(folder))
+        write_safely(strategy)
         if stage != "fit":
             return
         self._rank_0_writes = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
-        if self.async_save and not self._rank_0_writes:
+        if self.async_save and not self._rank_0_writes and not isinstance(strategy, SavesTogether):
             raise UserError(
-                "checkpoint.async_save works where rank 0 writes the whole checkpoint, on one device and with ddp, not "
-                f"with {type(strategy).__name__}; leave it false"
+                "checkpoint.async_save works on one device, with ddp and with MeshStrategy, not with "
+                f"{type(strategy).__name__}; leave it false"
             )
-        write_safely(strategy)
+        if isinstance(strategy, SavesTogether):
+            strategy.prepare_saving()
         if trainer.is_global_zero:
             remove_partials(self.dirpath)
 
@@ -114,6 +134,9 @@ class SavingCheckpoint(ModelCheckpoint):
                 content = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
                 if not self.async_save or foreground:
                     write.error = self._written(trainer, content, saved)
+                elif not self._rank_0_writes:
+                    assert isinstance(trainer.strategy, SavesTogether)
+                    write.thread = trainer.strategy.write_in_background(content, self._path(saved))
                 elif trainer.is_global_zero:
                     write.thread = self._written_in_background(trainer, snapshot(content), saved)
         except BaseException:
@@ -134,7 +157,10 @@ class SavingCheckpoint(ModelCheckpoint):
         return BackgroundWrite(lambda: io.save_checkpoint(content, path))
 
     def _look_after_background(self, trainer: Trainer) -> None:
-        """Rank 0 finishes a write that has ended; what the other ranks must know as well waits for the next save."""
+        """A rank finishes its write that has ended; what all ranks must agree on waits for the next save.
+
+        Where all ranks write, each has ended when all have, with one error or none, so nothing is removed too early.
+        """
         write = self._write
         if write is not None and write.thread is not None and write.thread.done:
             error = write.thread.wait()
@@ -149,7 +175,10 @@ class SavingCheckpoint(ModelCheckpoint):
         error = write.error if write.thread is None else write.thread.wait()
         self._write = None
         try:
-            reason = (None if error is None else str(error)) if alone else _agreed(trainer, error)
+            if alone:
+                reason = None if error is None else str(error)
+            else:
+                reason = _agreed(trainer, error) if self._rank_0_writes else _agreed_by_all(error)
         except BaseException:
             self._forget(write.saved)
             raise
@@ -245,3 +274,15 @@ def _agreed(trainer: Trainer, error: BaseException | None) -> str | None:
     if told is not None and not told[0]:
         raise RuntimeError(f"rank 0 could not write a checkpoint: {told[1]}")
     return None if told is None else told[1]
+
+
+def _agreed_by_all(error: BaseException | None) -> str | None:
+    """The same where each rank writes its part: the first rank's error that has one."""
+    told = Team().gather(None if error is None else (isinstance(error, OSError), str(error)))
+    if error is not None and not isinstance(error, OSError):
+        raise error
+    failed = [(rank, *one) for rank, one in enumerate(told) if one is not None]
+    for rank, of_the_disk, reason in failed:
+        if not of_the_disk:
+            raise RuntimeError(f"rank {rank} could not write a checkpoint: {reason}")
+    return failed[0][2] if failed else None

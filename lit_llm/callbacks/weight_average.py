@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lit_llm.checkpoint.average import AVERAGE_KEY, plain_name
 from lit_llm.errors import UserError
+from lit_llm.parallel.report import is_sharded, local_part, reshard
 
 if torch.distributed.is_available():
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
 _MEANING = ("decay", "every_n_steps")
 """What may not change when a run is resumed: the average would mix two meanings."""
@@ -82,7 +82,7 @@ class WeightAverage(Callback):
             known = {entry.names[0]: entry.shadow for entry in self._entries}
         if known is None:
             self.updates, self._step = 0, trainer.global_step
-        _reshard(pl_module)
+        reshard(pl_module)
         self._entries = [_Entry.of(names, p, known) for names, p in _trainable(pl_module)]
         self._module, self._loaded = weakref.ref(pl_module), None
         unknown = [e.names[0] for e in self._entries if known is not None and e.names[0] not in known]
@@ -109,12 +109,12 @@ class WeightAverage(Callback):
     def _move(self, share: float) -> None:
         alike = [entry for entry in self._entries if entry.is_alike]
         if alike:
-            weights = [_local(entry.parameter) for entry in alike]
-            torch._foreach_lerp_([_local(entry.shadow) for entry in alike], weights, share)
+            weights = [local_part(entry.parameter) for entry in alike]
+            torch._foreach_lerp_([local_part(entry.shadow) for entry in alike], weights, share)
         for entry in self._entries:
             if not entry.is_alike:  # one at a time, as each is copied
-                shadow = _local(entry.shadow)
-                shadow.lerp_(_local(entry.parameter).to(shadow.dtype), share)
+                shadow = local_part(entry.shadow)
+                shadow.lerp_(local_part(entry.parameter).to(shadow.dtype), share)
 
     # Validation
 
@@ -135,7 +135,7 @@ class WeightAverage(Callback):
 
     @torch.no_grad()
     def _swap(self, module: LightningModule) -> None:
-        _reshard(module)
+        reshard(module)
         for entry in self._entries:
             if self._swapped:
                 entry.put_back()
@@ -169,7 +169,7 @@ class WeightAverage(Callback):
         names = {plain_name(name): name for name in saved}
         for entry in self._entries:
             places = [names[name] for name in entry.names if name in names]
-            in_parts = any(_is_sharded(saved[place]) for place in places)
+            in_parts = any(is_sharded(saved[place]) for place in places)
             raw = entry.raw_weights.cpu() if in_parts else _whole(entry.raw_weights)
             saved.update(dict.fromkeys(places, raw))
 
@@ -215,9 +215,9 @@ class _Entry:
         shadow = parameter.detach().to(wide, copy=True)
         value = None if known is None else known.get(names[0])
         if value is not None:
-            if _is_sharded(shadow) and not _is_sharded(value):
+            if is_sharded(shadow) and not is_sharded(value):
                 value = distribute_tensor(value, shadow.device_mesh, shadow.placements, src_data_rank=None)
-            _local(shadow).copy_(_local(value))
+            local_part(shadow).copy_(local_part(value))
         return cls(names, parameter, shadow)
 
     @property
@@ -225,7 +225,7 @@ class _Entry:
         return self.parameter.dtype == self.shadow.dtype
 
     def put_in(self) -> None:
-        weights, average = _local(self.parameter), _local(self.shadow)
+        weights, average = local_part(self.parameter), local_part(self.shadow)
         if self.is_alike:
             _exchange(weights, average)
         else:
@@ -233,11 +233,11 @@ class _Entry:
             weights.copy_(average)
 
     def put_back(self) -> None:
-        weights = _local(self.parameter)
+        weights = local_part(self.parameter)
         if self.kept is None:
-            _exchange(weights, _local(self.shadow))
+            _exchange(weights, local_part(self.shadow))
         else:
-            weights.copy_(_local(self.kept))
+            weights.copy_(local_part(self.kept))
             self.kept = None
 
     def average(self, swapped: bool) -> Tensor:
@@ -258,24 +258,6 @@ def _trainable(module: nn.Module) -> Iterable[tuple[list[str], nn.Parameter]]:
     return found.values()
 
 
-def _reshard(module: nn.Module) -> None:
-    """Frees parameters that fully_shard has gathered: evaluation leaves the root's so, and they would be stale."""
-    if torch.distributed.is_available():
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
-
-
-def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    return torch.distributed.is_available() and isinstance(tensor, DTensor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, without autograd; the same memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if _is_sharded(tensor) else tensor
-
-
 def _exchange(one: Tensor, other: Tensor) -> None:
     kept = one.clone()
     one.copy_(other)
@@ -284,7 +266,7 @@ def _exchange(one: Tensor, other: Tensor) -> None:
 
 def _whole(tensor: Tensor) -> Tensor | None:
     """The tensor, gathered if it is sharded; None on the other ranks then, as rank 0 alone writes it."""
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return tensor
     whole = tensor.full_tensor()
     return whole.cpu() if torch.distributed.get_rank() == 0 else None

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lit_llm.checkpoint.find import Found, find_checkpoint, list_checkpoints, read_checkpoint
-from lit_llm.checkpoint.load import load_model
+from lit_llm.checkpoint.load import Opened, Weights, load_model, open_weights
 
 if TYPE_CHECKING:
     from lit_llm.checkpoint.write import CheckpointWriteError, SafeCheckpointIO, snapshot, write_checkpoint
@@ -19,10 +19,13 @@ _WRITING = ("CheckpointWriteError", "SafeCheckpointIO", "snapshot", "write_check
 __all__ = [
     "CheckpointWriteError",
     "Found",
+    "Opened",
     "SafeCheckpointIO",
+    "Weights",
     "find_checkpoint",
     "list_checkpoints",
     "load_model",
+    "open_weights",
     "read_checkpoint",
     "snapshot",
     "write_checkpoint",

@@ -35,9 +35,15 @@ def averaged_weights(content: Mapping[str, Any]) -> dict[str, Tensor] | None:
     state = (content.get("callbacks") or {}).get(AVERAGE_KEY)
     if not isinstance(state, Mapping) or not state.get("evaluate") or not state.get("updates"):
         return None
-    raw = {plain_name(name): (name, tensor) for name, tensor in content.get("state_dict", {}).items()}
+    raw = content.get("state_dict", {})
+    names = {plain_name(name): name for name in raw}
     weights = {}
     for name, tensor in state["weights"].items():
-        saved_name, saved = raw.get(name, (name, tensor))
-        weights[saved_name] = tensor.to(saved.dtype)
+        saved_name = names.get(name, name)
+        weights[saved_name] = tensor.to(_dtype(raw, saved_name)) if saved_name in raw else tensor
     return weights
+
+
+def _dtype(weights: Mapping[str, Any], name: str) -> Any:
+    """Of a tensor, which is not read for it where it lies in a sharded checkpoint."""
+    return weights.dtype(name) if hasattr(weights, "dtype") else weights[name].dtype

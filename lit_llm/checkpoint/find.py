@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lit_llm.checkpoint.folder import MARKER, is_folder_checkpoint
 from lit_llm.errors import UserError
 
 CHECKPOINTS = "checkpoints"
@@ -23,9 +24,10 @@ class Found:
     """A checkpoint that could be read.
 
     Args:
-        path: of the file.
-        content: what it holds; tensors are mapped from the file, not read.
-        skipped: one line for each newer file that could not be read.
+        path: of the file, or of the folder of a sharded one.
+        content: what it holds; tensors are mapped from the file, not read. Of a folder, ``state_dict`` and
+            ``optimizer_states`` read each tensor when it is asked for, and keep none.
+        skipped: one line for each newer one that could not be read.
     """
 
     path: Path
@@ -54,10 +56,16 @@ def _listed(folder: Path) -> list[Path]:
     files = []
     for path in folder.glob(f"*{SUFFIX}"):
         try:
-            files.append((path.stat().st_mtime_ns, _step(path), path.name, path))
+            files.append((_completed(path), _step(path), path.name, path))
         except OSError:  # removed in between, or a link to nothing
             continue
     return [path for *_, path in sorted(files, reverse=True)]
+
+
+def _completed(path: Path) -> int:
+    """When, in nanoseconds."""
+    marker = path / MARKER
+    return (marker if path.is_dir() and marker.exists() else path).stat().st_mtime_ns
 
 
 def find_checkpoint(run_folder: str | Path, which: str, *, weights_only: bool = True) -> Found | None:
@@ -68,7 +76,7 @@ def find_checkpoint(run_folder: str | Path, which: str, *, weights_only: bool = 
 
     Args:
         run_folder: of a run; its checkpoints lie in ``checkpoints/``.
-        which: ``last``, ``best`` or the path of a file.
+        which: ``last``, ``best`` or the path of a checkpoint.
         weights_only: as in torch.load; False runs code that the file may hold.
 
     Raises:
@@ -95,7 +103,7 @@ def _best(files: list[Path], run_folder: str | Path, weights_only: bool) -> Foun
     for found in _readable(files, skipped, weights_only):
         for state in found.content.get("callbacks", {}).values():
             name = _best_name(state)
-            if name is not None and (place / name).is_file():
+            if name is not None and (place / name).exists():
                 return Found(place / name, read_checkpoint(place / name, weights_only=weights_only), skipped)
     raise UserError(
         f"no checkpoint in {place} knows of a best one: nothing was validated; use last, or give a path"
@@ -121,12 +129,18 @@ def _readable(files: list[Path], skipped: list[str], weights_only: bool) -> Iter
 def read_checkpoint(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
     """What a Lightning checkpoint holds, its tensors mapped from the file and read only when used.
 
+    Of a sharded checkpoint, see :func:`lit_llm.checkpoint.sharded.open_sharded`.
+
     Raises:
-        UserError: no file there, a truncated one, one of another kind, or one that needs code to be read.
+        UserError: nothing there, a truncated or incomplete one, one of another kind, or one that needs code to be read.
     """
     path = Path(path)
     if path.is_dir():
-        raise UserError(f"{path} is a folder; give a checkpoint file, such as those in {CHECKPOINTS}/ of a run")
+        if path.suffix != SUFFIX and not is_folder_checkpoint(path):
+            raise UserError(f"{path} is a folder; give a checkpoint, such as those in {CHECKPOINTS}/ of a run")
+        from lit_llm.checkpoint.sharded import open_sharded
+
+        return open_sharded(path, weights_only=weights_only)
     try:
         content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
     except FileNotFoundError:

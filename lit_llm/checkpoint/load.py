@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lit_llm.checkpoint.average import averaged_weights, plain_name
 from lit_llm.checkpoint.find import CHECKPOINTS, find_checkpoint, list_checkpoints
+from lit_llm.checkpoint.folder import Stored, is_folder_checkpoint
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 from lit_llm.model import ModelConfig, Transformer
@@ -25,7 +26,8 @@ def load_model(
     The weights are the averaged ones where the run validated with them (WeightAverage).
 
     Args:
-        source: a run's folder, whose checkpoint completed last is taken, or a checkpoint file.
+        source: a run's folder, whose checkpoint completed last is taken, or a checkpoint: a file, or the folder of a
+            sharded one.
         device: where the weights go; None: the first GPU, else the CPU.
         dtype: of the weights; None: as they were saved.
 
@@ -33,20 +35,85 @@ def load_model(
         UserError: nothing there, a truncated or foreign checkpoint, no tokenizer in it, or other tensors than its
             configuration asks for.
     """
+    opened = open_weights(source)
+    path, weights = opened.path, opened.weights
+    if opened.tokenizer is None:
+        raise UserError(f"{path} holds no tokenizer: it was trained on data without one, so there is no text to make")
+    with torch.device("meta"):
+        model = Transformer(ModelConfig.from_dict(opened.config))
+    _check_names(path, weights, model)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    read = {name: _moved(weights.read(name), target, dtype) for name in weights.names()}
+    model.load_state_dict(read, assign=True)
+    return model.eval().requires_grad_(False), Tokenizer.from_files(opened.tokenizer)
+
+
+class Weights:
+    """The Transformer's tensors in a checkpoint, under its own names, each read when it is asked for.
+
+    They are the averaged ones where the run validated with them (WeightAverage).
+
+    Args:
+        content: of a checkpoint, as :func:`lit_llm.checkpoint.find.read_checkpoint` gives it.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._saved = content["state_dict"]
+        self._averaged = averaged_weights(content) or {}
+        names = [*self._saved, *(name for name in self._averaged if name not in self._saved)]
+        self._names = {plain_name(name).removeprefix(PREFIX): name for name in names if name.startswith(PREFIX)}
+
+    def names(self) -> list[str]:
+        """Of all tensors, as in ``Transformer.state_dict()``."""
+        return list(self._names)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a tensor, without reading it."""
+        return torch.Size(self._saved.shape(self._names[name])) if self._is_stored(name) else self.read(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor, without reading it."""
+        return self._saved.dtype(self._names[name]) if self._is_stored(name) else self.read(name).dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU; of a file it is mapped, and must not be changed."""
+        saved = self._names[name]
+        return self._averaged[saved] if saved in self._averaged else self._saved[saved]
+
+    def _is_stored(self, name: str) -> bool:
+        return isinstance(self._saved, Stored) and self._names[name] not in self._averaged
+
+
+class Opened(NamedTuple):
+    """A checkpoint whose weights have not been read yet.
+
+    Attributes:
+        config: fields of the model's configuration.
+        tokenizer: its files, name to text; None: it has none.
+        weights: the tensors.
+        path: of the file, or of the folder of a sharded one.
+    """
+
+    config: dict[str, Any]
+    tokenizer: dict[str, str] | None
+    weights: Weights
+    path: Path
+
+
+def open_weights(source: str | Path) -> Opened:
+    """A checkpoint's model, to be read tensor by tensor and without what its optimizers remember.
+
+    Args:
+        source: as of :func:`load_model`.
+
+    Raises:
+        UserError: nothing there, a truncated or foreign checkpoint, or one of another model.
+    """
     path, content = _open(Path(source))
     config, files = describe(content, path)
     if config is None:
         raise UserError(f"{path} holds another model than lit_llm's Transformer; load it with its own LightningModule")
-    if files is None:
-        raise UserError(f"{path} holds no tokenizer: it was trained on data without one, so there is no text to make")
-    with torch.device("meta"):
-        model = Transformer(ModelConfig.from_dict(config))
-    named = {**content["state_dict"], **(averaged_weights(content) or {})}
-    weights = {plain_name(name).removeprefix(PREFIX): t for name, t in named.items() if name.startswith(PREFIX)}
-    _check_names(path, weights, model)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model.load_state_dict({name: _moved(t, target, dtype) for name, t in weights.items()}, assign=True)
-    return model.eval().requires_grad_(False), Tokenizer.from_files(files)
+    return Opened(config, files, Weights(content), path)
 
 
 def describe(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str, Any] | None, dict[str, str] | None]:
@@ -64,7 +131,7 @@ def describe(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str, An
 
 
 def _open(source: Path) -> tuple[Path, dict[str, Any]]:
-    if not source.is_dir():
+    if not source.is_dir() or is_folder_checkpoint(source):
         found = find_checkpoint(".", str(source))
     else:
         run = source.parent if source.name == CHECKPOINTS and not list_checkpoints(source) else source
@@ -72,14 +139,14 @@ def _open(source: Path) -> tuple[Path, dict[str, Any]]:
         if found is None and (source / "config.json").exists():
             raise UserError(f"{source} looks like a Hugging Face folder; reading those is not there yet")
         if found is None:
-            raise UserError(f"no checkpoint in {run / CHECKPOINTS}; train one by `lit-llm fit`, or give a file")
+            raise UserError(f"no checkpoint in {run / CHECKPOINTS}; train one by `lit-llm fit`, or give a checkpoint")
     assert found is not None
     return found.path, found.content
 
 
-def _check_names(path: Path, weights: Mapping[str, torch.Tensor], model: Transformer) -> None:
-    wanted = model.state_dict()
-    missing, unexpected = sorted(set(wanted) - set(weights)), sorted(set(weights) - set(wanted))
+def _check_names(path: Path, weights: Weights, model: Transformer) -> None:
+    wanted, there = model.state_dict(), weights.names()
+    missing, unexpected = sorted(set(wanted) - set(there)), sorted(set(there) - set(wanted))
     if missing or unexpected:
         what = [
             f"{len(names)} {kind} tensors, such as {PREFIX}{names[0]}"
@@ -87,10 +154,10 @@ def _check_names(path: Path, weights: Mapping[str, torch.Tensor], model: Transfo
             if names
         ]
         raise UserError(f"{path} does not fit its own configuration: {'; '.join(what)}; is it of a subclass of LitLLM?")
-    for name, tensor in weights.items():
-        if tensor.shape != wanted[name].shape:
+    for name in there:
+        if weights.shape(name) != wanted[name].shape:
             raise UserError(
-                f"{path} does not fit its own configuration: {PREFIX}{name} is {tuple(tensor.shape)}, not "
+                f"{path} does not fit its own configuration: {PREFIX}{name} is {tuple(weights.shape(name))}, not "
                 f"{tuple(wanted[name].shape)}"
             )
 

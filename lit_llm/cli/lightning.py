@@ -21,7 +21,7 @@ from lit_llm.cli.arguments import Arguments, prepare_arguments
 from lit_llm.cli.explain import explain
 from lit_llm.cli.fit_tools import replay_file, schedule_picture
 from lit_llm.cli.processes import Children, is_first_process
-from lit_llm.cli.trainer import LOG_EVERY, RunTrainer, make_trainer, refuse_unavailable
+from lit_llm.cli.trainer import LOG_EVERY, RunTrainer, make_trainer, settle_strategy
 from lit_llm.cli.yaml_text import dump_yaml
 from lit_llm.data import TokenDataModule
 from lit_llm.errors import UserError
@@ -136,7 +136,8 @@ class RunCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuses what can't run, and finds the checkpoint to start from."""
         root = Path(self.config.trainer.default_root_dir)
-        refuse_unavailable(self.config.trainer)
+        if (line := settle_strategy(self.config.trainer)) is not None:
+            say(line)
         if self.command == "fit":
             _check_writable(root)
             self._say_what_may_surprise(root)
@@ -192,7 +193,16 @@ class RunCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Builds data, model and Trainer."""
-        super().instantiate_classes()
+        try:
+            super().instantiate_classes()
+        except UserError:
+            raise
+        except ValueError as error:  # in which jsonargparse wraps what a class refuses, where several types would do
+            refused = [line[4:] for line in str(error).splitlines() if line.startswith("  - ")]
+            refused = [line for line in refused if not line.startswith("Expected a ")]
+            if not refused:
+                raise
+            raise UserError(refused[0]) from error
         if self.command != "predict" and isinstance(self.datamodule, TokenDataModule):
             self.datamodule.require_store()  # before anything is written
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "inspect": "show what a token store holds",
     **TRAINER_COMMANDS,
     "generate": "complete prompts with a checkpoint, on the screen",
+    "export": "write a checkpoint as a Hugging Face folder",
 }
 HELP = f"""\
 usage: lit-llm COMMAND [OPTION]...
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before torch is imported. Threads that spin while they wait for one another lose whole time slices as soon as
     # anything else runs: with one other process on 2 cores a training step took six times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Twenty lines of C++ frames from each rank whose store is gone, around the one that says who has died.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return _dispatch(words)
@@ -101,11 +104,9 @@ def _dispatch(words: list[str]) -> int:
         from lit_llm.cli.lightning import run_trainer_command
 
         return run_trainer_command(command, words[1:])
-    if command == "generate":
-        from lit_llm.cli.generate import parser as generate_parser
-        from lit_llm.cli.generate import run as generate
-
-        return generate(generate_parser().parse(words[1:]))
+    if command in ("generate", "export"):
+        tool = importlib.import_module(f"lit_llm.cli.{command}")
+        return tool.run(tool.parser().parse(words[1:]))
     if command in ("prepare", "inspect"):
         tool = importlib.import_module(f"lit_llm.data.{command}")
         parser = OptionParser(command, COMMANDS[command])
@@ -127,18 +128,19 @@ def _is_lightnings_own(error: BaseException) -> bool:
 
 
 def _failure(error: BaseException | None) -> str | None:
-    """The line of a run that stopped by itself."""
+    """The line of a run that stopped by itself, or whose connection to another process broke."""
+    lost = None
     while error is not None:
         if isinstance(error, RunStopped) or type(error).__name__ == "CheckpointWriteError":
             return str(error)
         if type(error).__name__ == "ProcessRaisedException":  # from a rank that torch.multiprocessing started
             told = re.search(r"^lit_llm\.[\w.]+\.?(?:RunStopped|CheckpointWriteError): (.*)", str(error), re.M)
-            return told.group(1) if told else None
-        if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+            return told.group(1) if told else lost
+        if lost is None and isinstance(error, RuntimeError) and _LOST.search(str(error)):
             why = " ".join(str(error).split())
-            return f"another process of this run is gone, see above why ({why[:200]}); --ckpt_path last goes on"
-        error = error.__cause__
-    return None
+            lost = f"another process of this run is gone, see above why ({why[:200]}); --ckpt_path last goes on"
+        error = error.__cause__  # which may say who
+    return lost
 
 
 def _mistake(error: BaseException | None) -> str | None:

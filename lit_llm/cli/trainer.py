@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -17,6 +18,8 @@ from lit_llm.errors import UserError
 
 PREDICTIONS = "predictions.jsonl"
 LOG_EVERY = 10
+MESH = "lit_llm.parallel.MeshStrategy"
+_OURS = {name: f"lit_llm.parallel.{name}" for name in ("MeshStrategy", "DataParallelStrategy")}
 
 
 class RunTrainer(Trainer):
@@ -68,12 +71,32 @@ def follow_torchrun(settings: dict[str, Any]) -> None:
         )
 
 
-def refuse_unavailable(settings: Any) -> None:
-    """Raises UserError for what this lit-llm does not offer."""
+def settle_strategy(settings: Any) -> str | None:
+    """Turns ``fsdp`` into MeshStrategy over all devices.
+
+    Args:
+        settings: the Trainer's, changed in place.
+
+    Returns:
+        A line for the user, if something was changed.
+
+    Raises:
+        UserError: another of Lightning's ways to shard.
+    """
     strategy = settings.strategy
     name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
-    if name.startswith("fsdp") or name.endswith("FSDPStrategy"):
-        raise UserError(f"trainer.strategy {name} is not there yet; use ddp, or one device")
+    if name == "fsdp":
+        settings.strategy = Namespace(class_path=MESH, init_args=Namespace(shard="auto"))
+        return f"trainer.strategy fsdp: {MESH} with shard auto, over all devices"
+    if isinstance(strategy, str) and (strategy in _OURS or "." in strategy):  # a class without options is a mere text
+        settings.strategy = Namespace(class_path=_OURS.get(strategy, strategy), init_args=Namespace())
+    if name.startswith("fsdp") or name.endswith((".FSDPStrategy", ".ModelParallelStrategy")) or name == "FSDPStrategy":
+        more = " and cpu_offload true" if "offload" in name else ""
+        raise UserError(
+            f"trainer.strategy {name} can't keep the numbers of one process; use trainer.strategy {MESH} with "
+            f"trainer.strategy.shard auto{more}"
+        )
+    return None
 
 
 def make_trainer(
@@ -121,6 +144,8 @@ def make_trainer(
     follow_torchrun(settings)
     try:
         trainer = RunTrainer(**{**settings, "callbacks": callbacks})
+    except UserError:
+        raise
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error
     asked = str(settings["precision"])

@@ -73,11 +73,14 @@ class EvalSampler(_BatchSampler):
 
 
 class PromptBatches:
-    """The prompts of one rank, dealt in turn, in batches."""
+    """The prompts of one rank, dealt in turn, in batches; a rank that gets none has one empty batch.
+
+    Lightning calls no hook of a rank without batches, and the others would wait for it.
+    """
 
     def __init__(self, prompts: list[Prompt], batch_size: int, rank: int = 0, num_replicas: int = 1) -> None:
         mine = list(enumerate(prompts))[rank::num_replicas]
-        self._batches = [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
+        self._batches = [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)] or [[]]
 
     def __len__(self) -> int:
         return len(self._batches)

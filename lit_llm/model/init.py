@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +17,59 @@ if TYPE_CHECKING:
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 
+# Numbers that one generator draws of a matrix: a process that holds a part of it draws little more than that part.
+_CHUNK = 2**20
+
+
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> None:
     """Fills every parameter: normal with `initializer_range`, biases 0, gains 1.
 
-    Each parameter is drawn whole, on the CPU, in float32, by a generator seeded with (seed, its name): the result does
-    not depend on device, dtype, order, or on how the model is split later.
+    Matrices are drawn on the CPU, in float32, a few rows at a time, by generators seeded with (seed, the parameter's
+    name, the place of the rows): the result does not depend on device, dtype, order, or on how the model is split, and
+    a process draws the rows that it holds alone.
     """
     std = model.config.initializer_range
     residual_std = std / math.sqrt(2 * model.config.num_hidden_layers)
     for name, parameter in model.named_parameters():
+        # Compiled or wrapped blocks may carry prefixes of their own; they must not change the draw.
+        plain = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
         if parameter.ndim >= 2:
-            full = _normal(name, tuple(parameter.shape), seed, residual_std if name.endswith(RESIDUAL_OUTPUTS) else std)
+            _draw(parameter, plain, seed, residual_std if name.endswith(RESIDUAL_OUTPUTS) else std)
         else:
-            full = torch.zeros(parameter.shape) if name.endswith("bias") else torch.ones(parameter.shape)
-        _assign(parameter, full)
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
-def _normal(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
-    # Compiled or wrapped blocks may carry prefixes of their own; they must not change the draw.
-    plain = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-    generator = torch.Generator(device="cpu").manual_seed((seed * 0x9E3779B1 + zlib.crc32(plain.encode())) % 2**63)
-    return torch.empty(shape, device="cpu", dtype=torch.float32).normal_(0.0, std, generator=generator)
+def _draw(parameter: nn.Parameter, name: str, seed: int, std: float) -> None:
+    """Fills a parameter, or this process's part of it."""
+    part, offsets = _local_part(parameter)
+    if not part.numel():
+        return
+    shape = tuple(parameter.shape)
+    rows_each = max(1, _CHUNK // max(1, math.prod(shape[1:])))
+    first, last = offsets[0], offsets[0] + part.shape[0]
+    columns = tuple(slice(o, o + n) for o, n in zip(offsets[1:], part.shape[1:], strict=True))
+    for number in range(first // rows_each, -(-last // rows_each)):
+        start = number * rows_each
+        rows = torch.empty((min(rows_each, shape[0] - start), *shape[1:]), device="cpu", dtype=torch.float32)
+        generator = torch.Generator(device="cpu").manual_seed(
+            (seed * 0x9E3779B1 + zlib.crc32(name.encode()) + number * 0x2545F4914F6CDD1D) % 2**63
+        )
+        rows.normal_(0.0, std, generator=generator)
+        begin, end = max(first, start), min(last, start + len(rows))
+        chosen = (slice(begin - start, end - start), *columns)
+        part[begin - first : end - first].copy_(rows[chosen])
 
 
-def _assign(parameter: nn.Parameter, full: Tensor) -> None:
-    mesh = getattr(parameter, "device_mesh", None)
+def _local_part(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
+    """This process's part of a parameter, and where in the whole it begins."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None:
-        parameter.copy_(full)
-    else:  # a DTensor: each rank takes its part of the same full tensor
-        from torch.distributed.tensor import distribute_tensor
+        return parameter.data, (0,) * parameter.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        parameter.copy_(distribute_tensor(full.to(parameter.device), mesh, getattr(parameter, "placements", None)))
+    sharded: Any = parameter
+    local = sharded.to_local()
+    shape, offsets = compute_local_shape_and_global_offset(sharded.shape, mesh, sharded.placements)
+    assert tuple(shape) == tuple(local.shape), "parts that do not lie together are not drawn yet"
+    return local, tuple(offsets)

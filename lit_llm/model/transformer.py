@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,9 +30,17 @@ class Block(nn.Module):
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = GatedMLP(config)
+        self.recompute: Callable[..., Tensor] | None = None
+        """Given :meth:`compute` and its arguments, computes without keeping all activations; None keeps them."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """(batch, seq, hidden_size) in, the same out."""
+        if self.recompute is None or not torch.is_grad_enabled():
+            return self.compute(x, inputs)
+        return self.recompute(self.compute, x, inputs)
+
+    def compute(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """What a block is; as :meth:`forward`."""
         x = x + self.self_attn(self.input_layernorm(x), inputs)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -48,6 +61,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.attention_backend = attention_backend
+        self.parallelized = False
+        """Whether :func:`lit_llm.parallel.parallelize` has been applied."""
+        self.compute_device: torch.device | None = None
+        """Where it computes, if the weights lie elsewhere."""
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initialisation would cost time and random numbers for nothing
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -74,8 +91,8 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.embed_tokens.weight.device
+        """Where it computes, and takes its inputs."""
+        return self.compute_device or self.embed_tokens.weight.device
 
     def num_parameters(self, embeddings: bool = True) -> int:
         """Number of parameters, a tied head counted once; without the input embedding if asked for."""
@@ -85,6 +102,19 @@ class Transformer(nn.Module):
     def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """An empty cache for this model, on its device; dtype: of the weights if None."""
         return KVCache(self.config, batch_size, capacity, self.device, dtype or self.embed_tokens.weight.dtype)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Writes a folder that transformers' ``from_pretrained`` loads; see :func:`lit_llm.checkpoint.hf.export`.
+
+        Args:
+            folder: is made; or empty, or an earlier export.
+            options: ``tokenizer`` (lit_llm.data.Tokenizer), ``dtype`` (None: as they are), ``max_shard_size`` ("5GB").
+
+        Raises:
+            UserError: see there.
+        """
+        # By name: the model lies below the checkpoints, and this method is but a door to them.
+        importlib.import_module("lit_llm.checkpoint.hf").save_pretrained(self, folder, **options)
 
     def compile_blocks(self) -> None:
         """torch.compile of each block, in place: keys stay as they are."""

@@ -13,7 +13,7 @@ from lit_llm.checkpoint.write import write_safely
 from lit_llm.errors import UserError
 from lit_llm.optim import supports_found_inf
 from lit_llm.training.ending import end_by_failure, end_by_signal
-from lit_llm.training.gradients import gradients_of, total_norm
+from lit_llm.training.gradients import gradients_of, scale_gradients, total_norm
 from lit_llm.training.guard import Guard, GuardConfig
 from lit_llm.training.host import HostRead
 from lit_llm.training.incidents import Incident, Incidents, loss_scaler
@@ -143,8 +143,7 @@ class StepBoundary(Callback):
             sums = self.window.sums()
             totals = self._agree(trainer, sums)
             loss, factor = self.window.close(totals, trainer.accumulate_grad_batches * _averaged_ranks(trainer))
-            if gradients:
-                torch._foreach_mul_(gradients, factor.to(torch.promote_types(gradients[0].dtype, torch.float32)))
+            scale_gradients(gradients, factor)
         logged = loss is not None and trainer._logger_connector.should_update_logs
         asked = logged or self.config.active or (loss is not None and trainer.gradient_clip_val is not None)
         self.norm = total_norm(gradients, pl_module.device) if asked else None

@@ -1,0 +1,65 @@
+"""Copies of a checkpoint's content that training can't change any more."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+_IMMUTABLE = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
+
+
+def snapshot(content: Any) -> Any:
+    """A copy of a checkpoint's content that later training can't change.
+
+    Tensors are copied to CPU memory. Those that share memory, such as tied weights and views, share it in the copy as
+    well, and a container that appears twice is one there too, so the copy makes the same file. Objects of other kinds
+    go through copy.deepcopy.
+    """
+    return _copied(content, {}, {})
+
+
+def _copied(value: Any, memo: dict[int, Any], storages: dict[int, Any]) -> Any:
+    if isinstance(value, _IMMUTABLE):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    new: Any
+    if isinstance(value, torch.Tensor):
+        new = _copied_tensor(value, memo, storages)
+    elif isinstance(value, dict):
+        new = memo[id(value)] = copy.copy(value)  # its kind, order and default
+        for key in value:
+            new[key] = _copied(value[key], memo, storages)
+        if hasattr(value, "__dict__"):  # a module's state_dict carries _metadata so
+            vars(new).update({name: _copied(one, memo, storages) for name, one in vars(value).items()})
+    elif type(value) is list:
+        new = memo[id(value)] = []
+        new.extend(_copied(one, memo, storages) for one in value)
+    elif type(value) is tuple:
+        new = tuple(_copied(one, memo, storages) for one in value)
+    else:
+        new = copy.deepcopy(value, memo)
+    memo[id(value)] = new
+    memo.setdefault(id(memo), []).append(value)  # kept alive, as copy.deepcopy does, so that no id is met again
+    return new
+
+
+def _copied_tensor(tensor: torch.Tensor, memo: dict[int, Any], storages: dict[int, Any]) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
+    storage = tensor.untyped_storage()
+    if storage.device.type == "cpu":
+        new = copy.deepcopy(storage, memo)  # the memo knows it: copy.deepcopy of other objects shares it too
+    else:
+        if storage._cdata not in storages:
+            storages[storage._cdata] = storage.cpu()
+        new = storages[storage._cdata]
+    copied = torch.empty(0, dtype=tensor.dtype).set_(new, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
