@@ -11,12 +11,10 @@ from typing import Any, TypeVar
 import lightning as L
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lit_llm.checkpoint.average import averaged_weights, plain_name
-from lit_llm.checkpoint.compare import compare_configs
+from lit_llm.checkpoint.write import write_safely
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 from lit_llm.generation import GenerationConfig, generate
@@ -43,13 +41,13 @@ from lit_llm.training.boundary import StepBoundary
 from lit_llm.training.evaluation import EvaluationLockstep
 from lit_llm.training.gradients import gradients_of, scale_gradients
 from lit_llm.training.guard import GuardConfig
+from lit_llm.training.saved_state import SavedState
 from lit_llm.training.window import StepWindow
 
-CHECKPOINT_FORMAT = 1
 _Config = TypeVar("_Config", OptimizerConfig, ScheduleConfig, GenerationConfig, GuardConfig)
 
 
-class LitLLM(L.LightningModule):
+class LitLLM(SavedState, L.LightningModule):
     """A language model under Lightning.
 
     An interface for subclasses: ``loss``, ``training_step``, ``configure_optimizers`` and ``configure_model`` can each
@@ -187,11 +185,6 @@ class LitLLM(L.LightningModule):
             raise UserError(f"the model is {what if self.model is None else 'no Transformer, as this needs'}")
         return model
 
-    @property
-    def _plain_model(self) -> Transformer | None:
-        model = getattr(self.model, "_orig_mod", self.model)
-        return model if isinstance(model, Transformer) else None
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """:meth:`Transformer.forward`."""
         if self.model is None:
@@ -228,6 +221,7 @@ class LitLLM(L.LightningModule):
         if stage == "fit":
             self._boundary.attach(self.trainer)
         EvaluationLockstep.attach(self.trainer)
+        write_safely(self.trainer.strategy)
         data = getattr(self.trainer, "datamodule", None)
         if self.tokenizer is None:
             try:
@@ -455,78 +449,6 @@ class LitLLM(L.LightningModule):
         results = generate(self.transformer, prompts, config, tokenizer=tokenizer)
         numbered = zip(batch["index"], batch["prompt"], results, strict=True)
         return [result.record(index, prompt) for index, prompt, result in numbered]
-
-    # Checkpoints
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds what generation needs, as plain types, and takes what torch.compile wrote out of the names."""
-        checkpoint["state_dict"] = {plain_name(name): t for name, t in checkpoint["state_dict"].items()}
-        model = self._plain_model
-        config = None if model is None else model.config.to_dict()
-        checkpoint["lit_llm"] = {
-            "format": CHECKPOINT_FORMAT,
-            "config": config,
-            "tokenizer": None if self.tokenizer is None else self.tokenizer.to_files(),
-            "trained_tokens": int(self._window.trained_tokens),
-            "trained_tokens_by_store": self._all_tokens_by_store(),
-            "guard": self._boundary.guard.state_dict(),
-        }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the checkpoint's tokenizer, builds the model if needed, and names what does not fit it.
-
-        Outside of fit the averaged weights are taken where fit validated with them.
-        """
-        if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
-            averaged = averaged_weights(checkpoint)
-            if averaged is not None:
-                rank_zero_info("weights: the average of WeightAverage, by which fit validated")
-                checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
-        saved = checkpoint.get("lit_llm")
-        if saved is None:
-            self._fit_names(checkpoint)
-            return
-        if saved["format"] > CHECKPOINT_FORMAT:
-            raise UserError(
-                f"the checkpoint has format {saved['format']}, this lit-llm reads up to {CHECKPOINT_FORMAT}"
-            )
-        if saved["tokenizer"] is not None:
-            self.tokenizer = Tokenizer.from_files(saved["tokenizer"])
-            self._refuse_other_tokenizer()
-        if self.model is None:
-            self.configure_model()
-        self._fit_names(checkpoint)
-        self._window.trained_tokens = torch.tensor(saved["trained_tokens"], dtype=torch.int64)
-        self._tokens_by_store = dict(saved.get("trained_tokens_by_store", {}))
-        if "guard" in saved:
-            self._boundary.guard.load_state_dict(saved["guard"])
-        self._sources, self._window.trained_tokens_by_source = [], None
-        model = self._plain_model
-        if saved["config"] is not None and model is not None:
-            compare_configs(saved["config"], model.config)
-            # The model may have been built before its tokenizer was known.
-            names = [n for n in ("bos_token_id", "eos_token_id", "unpadded_vocab_size") if n in saved["config"]]
-            unknown = {n: saved["config"][n] for n in names if getattr(model.config, n) is None}
-            model.config = dataclasses.replace(model.config, **unknown)
-
-    def _fit_names(self, checkpoint: dict[str, Any]) -> None:
-        """Weights of a compiled model load into a plain one, and the other way round."""
-        mine = {plain_name(name): name for name in self.state_dict()}
-        weights = checkpoint["state_dict"].items()
-        checkpoint["state_dict"] = {mine.get(plain_name(name), name): tensor for name, tensor in weights}
-
-    def _refuse_other_tokenizer(self) -> None:
-        """A loss over ids that mean other texts than those the model learned is no figure at all."""
-        trainer = self._trainer
-        if trainer is None or trainer.predicting:
-            return
-        theirs, mine = getattr(getattr(trainer, "datamodule", None), "tokenizer", None), self.tokenizer
-        if theirs is not None and mine is not None and theirs.fingerprint != mine.fingerprint:
-            raise UserError(
-                f"the checkpoint was trained with another tokenizer ({mine.vocab_size} ids) than data.store's "
-                f"({theirs.vocab_size} ids); give the store it was trained on, or prepare this text with its tokenizer "
-                "(--tokenizer, the other store's folder)"
-            )
 
     def _save_hparams(self) -> None:
         """What ``load_from_checkpoint`` passes to ``__init__``, as plain types."""

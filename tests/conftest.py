@@ -68,3 +68,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     train_tokenizer(many_texts(40), 400).save(folder)
     return folder
+
+
+@pytest.fixture
+def no_process_group() -> Iterator[None]:
+    """Leaves none behind, which a strategy makes for one process too."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
