@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lit_llm.errors import UserError
-
 
 class TokenLoss(Metric):
     """Mean loss per label token over all batches and ranks, and what follows from it.
@@ -43,15 +41,11 @@ class TokenLoss(Metric):
     def compute(self) -> dict[str, float]:
         """``loss``, ``perplexity`` = exp(loss), and ``bits_per_byte`` = summed loss / ln 2 / bytes where known.
 
-        Raises:
-            UserError: no label token was seen.
+        Nothing where no rank has seen a label token.
         """
         loss_sum, tokens, num_bytes = float(self.loss_sum), float(self.tokens), float(self.num_bytes)
         if tokens == 0:
-            raise UserError(
-                "no label token was evaluated: the split is too short, or all its labels are ignored (chats longer "
-                "than data.seq_len are cut there)"
-            )
+            return {}
         loss = loss_sum / tokens
         values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         if num_bytes > 0:

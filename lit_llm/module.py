@@ -405,12 +405,10 @@ class LitLLM(SavedState, L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Logs val/loss, val/perplexity and val/bits_per_byte over all ranks."""
-        if self.trainer.sanity_checking and not int(self.evaluated.tokens):
-            return  # its few batches may hold no label
         values = self._evaluated("val")
         if self.trainer.sanity_checking:
             # The loss before training, so that curves begin at step 0; Lightning drops what a sanity check logs.
-            for logger in self.trainer.loggers:
+            for logger in self.trainer.loggers if values else ():
                 logger.log_metrics(values, step=0)
         else:
             self.log_dict(values, sync_dist=True, prog_bar=True)
@@ -424,8 +422,13 @@ class LitLLM(SavedState, L.LightningModule):
         self.evaluated.update(loss_sum, count, batch.get("num_bytes"))
 
     def _evaluated(self, stage: str) -> dict[str, float]:
-        values = self.evaluated.compute()
+        values = self.evaluated.compute()  # over all ranks, so all of them must ask
         self.evaluated.reset()
+        if not values and not self.trainer.sanity_checking:  # whose few batches may hold no label
+            raise UserError(
+                "no label token was evaluated: the split is too short, or all its labels are ignored (chats longer "
+                "than data.seq_len are cut there)"
+            )
         return {f"{stage}/{name}": value for name, value in values.items()}
 
     # Generation

@@ -166,7 +166,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("fit --trainer.max_steps", ["--trainer.max_steps", "value"]),
     ("fit --model.config", ["--model.config", "value"]),
     ("fit --trainer.precision 8", ["trainer.precision", "'8'", "bf16-mixed", "16-mixed", "null"]),
-    ("fit --trainer.strategy fsdp", ["trainer.strategy fsdp", "not there yet", "ddp"]),
+    ("fit --trainer.strategy fsdp_cpu_offload", ["trainer.strategy fsdp_cpu_offload", "MeshStrategy"]),
     ("fit --trainer.strategy lightning.pytorch.strategies.FSDPStrategy", ["FSDPStrategy", "not there yet"]),
     ("fit --trainer.strategy foo", ["strategy", "foo"]),
     ("fit --trainer.accelerator cpu --trainer.precision 16-mixed", ["precision 16-mixed", "cpu", "bf16-mixed"]),
@@ -836,6 +836,13 @@ def test_torchrun_says_how_many_devices(monkeypatch: pytest.MonkeyPatch) -> None
     assert settings == {"devices": 2, "num_nodes": 2}
     with pytest.raises(UserError, match=r"torchrun has started 2 processes here, but trainer.devices is 1; leave"):
         follow_torchrun({"devices": 1, "num_nodes": 1})
+    with pytest.raises(UserError, match=r"torchrun runs on 2 nodes now, but trainer.num_nodes is 4; leave"):
+        follow_torchrun({"devices": "auto", "num_nodes": 4})
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as after an elastic restart on what is left
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    settings = {"devices": "auto", "num_nodes": 1}
+    follow_torchrun(settings)
+    assert settings == {"devices": 1, "num_nodes": 1}
 
 
 def test_a_lost_process_is_one_line() -> None:

@@ -60,6 +60,26 @@ def validate(folder: str, batches: list[dict[str, Tensor]], options: Any, device
     return {**values, **tested, "batches": lit.batches}
 
 
+def sane(folder: str, batches: list[dict[str, Tensor]], options: Any, devices: int) -> float:
+    """The loss before training, of batches that on one rank hold no label."""
+    lit, logger = Evaluated(), Logged()
+    loader = DataLoader(batches, batch_size=None)
+    run = trainer(folder, devices=devices, strategy=strategy(options), max_steps=1, num_sanity_val_steps=2)
+    run.loggers = [logger]
+    run.fit(lit, DataLoader(micro_batches(1), batch_size=None), loader)
+    return logger.before
+
+
+class Logged(L.pytorch.loggers.logger.DummyLogger):
+    """Keeps the loss that is logged for step 0."""
+
+    before = -1.0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if self.before < 0:
+            self.before = float(metrics["val/loss"])
+
+
 def all_uses(store: str, folder: str, ranks: int) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     found = {}
@@ -70,6 +90,7 @@ def all_uses(store: str, folder: str, ranks: int) -> dict[str, Any]:
             "bf16": predict(store, folder, PROMPTS, options, ranks, precision="bf16-true"),
             # Three batches on two ranks: one has two, the other one.
             "validate": validate(folder, micro_batches(3)[rank::ranks], options, ranks),
+            "sanity": sane(folder, micro_batches(2, without_labels=1)[rank::ranks], options, ranks),
         }
     return found
 
@@ -105,6 +126,8 @@ def test_three_batches_on_two_ranks(two_ranks: Any, tmp_path: Path, name: str) -
     for rank in two_ranks:
         for metric in ("val/loss", "test/loss"):
             assert rank[name]["validate"][metric] == pytest.approx(alone[metric], abs=1e-6)
+        first = validate(str(tmp_path), micro_batches(1), "auto", 1)
+        assert rank[name]["sanity"] == pytest.approx(first["val/loss"], abs=1e-6)
         assert rank[name]["validate"]["rows"] == alone["rows"] == 6.0
 
 

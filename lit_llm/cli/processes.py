@@ -9,11 +9,17 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
+
+from lit_llm.errors import RunStopped
+from lit_llm.training.peers import WAY_OUT, quiet_lightnings_observer
+from lit_llm.training.signals import name_of
 
 USER_MISTAKE = 2  # the exit code
 _POLL_S = 0.2
 _LAST_WORDS_S = 6.0  # more than the time for which a child keeps its error to itself
+_OWN_WORDS_S = 15.0  # for a process that has lost another to find out which, and to end by itself
+_PARENT = "LIT_LLM_PARENT"  # the process that has started this one for another rank
 
 
 def is_first_process() -> bool:
@@ -24,17 +30,23 @@ def is_first_process() -> bool:
 class Children:
     """Watches the processes that Lightning starts for the other ranks, while a command runs.
 
-    If one of them fails, it has told why: the others are ended and this process exits with its code, where Lightning
-    would kill this one too. If this one fails, the others are ended before its error is printed, so that what they have
-    to say of the lost connection does not come last.
+    If one of them fails, it has told why: the others are ended and this process exits with its code. If one is killed
+    by a signal, it could tell nothing: this process names it and ends with code 1. (Lightning would kill this one too,
+    which then can't speak.) If this one fails, the others are ended before its error is printed, so that what they have
+    to say of the lost connection does not come last. If this one is killed, the others end by themselves.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._parent: int | None = None
         self._done = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="children")
 
     def __enter__(self) -> Children:
+        if os.environ.get("LOCAL_RANK", "0") != "0" and _PARENT in os.environ:
+            self._parent = int(os.environ[_PARENT])
+        elif hasattr(self._trainer.strategy.launcher, "procs"):
+            os.environ[_PARENT] = str(os.getpid())  # for those that Lightning is about to start
         self._watcher.start()
         return self
 
@@ -43,12 +55,17 @@ class Children:
     ) -> None:
         self._done.set()
         self._watcher.join()
+        if self._parent is None:
+            os.environ.pop(_PARENT, None)
         if error is None:
             return
         mistaken = "onnection" in str(error) and self._a_child_told_a_mistake()
+        killed = self._killed() if "onnection" in str(error) and error.__cause__ is None else None
         self._end()
         if mistaken:  # what this process met is only the lost connection
             raise SystemExit(USER_MISTAKE) from None
+        if killed is not None:
+            raise RunStopped(killed) from error
 
     def _processes(self) -> list[subprocess.Popen[bytes]]:
         started = getattr(self._trainer.strategy.launcher, "procs", [])
@@ -60,21 +77,54 @@ class Children:
             codes = [process.poll() for process in processes]
             if USER_MISTAKE in codes:
                 return True
-            if None not in codes or time.monotonic() > give_up:
+            if None not in codes or any(code < 0 for code in codes if code) or time.monotonic() > give_up:
                 return False
             time.sleep(_POLL_S / 4)
         return False
 
+    def _killed(self) -> str | None:
+        """The line of the children that a signal has ended."""
+        processes = self._processes()
+        first = int(os.environ.get("NODE_RANK", "0")) * (len(processes) + 1)
+        told = [
+            f"rank {first + local} (process {process.pid}) was killed by {name_of(-process.returncode)}"
+            for local, process in enumerate(processes, start=1)
+            if (process.poll() or 0) < 0
+        ]
+        return f"{', '.join(told)}; {WAY_OUT}" if told else None
+
     def _watch(self) -> None:
+        killed_at: float | None = None
         while not self._done.wait(_POLL_S):
-            codes = [process.poll() for process in self._processes()]
-            failed = [code for code in codes if code]
-            # Negative: by a signal that somebody else sent. Lightning's own watch deals with that.
-            if failed and failed[0] > 0:
-                self._end()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(failed[0])
+            if self._parent is not None and os.getppid() != self._parent:
+                self._outlive(f"the first process of this run (process {self._parent}) is gone; {WAY_OUT}")
+            processes = self._processes()
+            if processes:
+                quiet_lightnings_observer(processes)
+            codes = [process.poll() for process in processes]
+            if (failed := [code for code in codes if code is not None and code > 0]) and killed_at is None:
+                self._leave(failed[0])
+            if killed_at is None and any(code < 0 for code in codes if code):
+                killed_at = time.monotonic()
+            if killed_at is not None and time.monotonic() > killed_at + _OWN_WORDS_S:
+                self._say(str(self._killed()))
+                self._leave(1)
+
+    def _outlive(self, line: str) -> None:
+        """Ends this process, unless it does so by itself in time: it may say more of why."""
+        if not self._done.wait(_OWN_WORDS_S):
+            self._say(line)
+            self._leave(1)
+
+    def _say(self, line: str) -> None:
+        sys.stdout.flush()
+        print(f"lit-llm: error: {line}", file=sys.stderr, flush=True)
+
+    def _leave(self, code: int) -> NoReturn:
+        self._end()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def _end(self) -> None:
         for process in self._processes():

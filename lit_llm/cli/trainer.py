@@ -55,19 +55,26 @@ class RunTrainer(Trainer):
 def follow_torchrun(settings: dict[str, Any]) -> None:
     """As many devices and nodes as torchrun has started processes for, where the user names none.
 
-    Lightning's auto is one on a CPU: each process would train a run of its own, all in one folder.
+    Lightning's auto is one on a CPU: each process would train a run of its own, all in one folder. After an elastic
+    restart there may be fewer processes than devices, even one alone.
     """
-    local, world = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if "TORCHELASTIC_RUN_ID" not in os.environ or world == 1:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
+    local, world = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    nodes = world // local
     if settings["devices"] in (None, "auto", -1, "-1"):
         settings["devices"] = local
     if settings["num_nodes"] == 1:
-        settings["num_nodes"] = world // local
+        settings["num_nodes"] = nodes
     if str(settings["devices"]) != str(local) and settings["devices"] != [*range(local)]:
         raise UserError(
-            f"torchrun has started {local} processes here, but trainer.devices is {settings['devices']}; leave "
-            f"trainer.devices out, or give {local}"
+            f"torchrun has started {local} process{'' if local == 1 else 'es'} here, but trainer.devices is "
+            f"{settings['devices']}; leave trainer.devices out, or give {local}"
+        )
+    if settings["num_nodes"] != nodes:
+        raise UserError(
+            f"torchrun runs on {nodes} node{'' if nodes == 1 else 's'} now, but trainer.num_nodes is "
+            f"{settings['num_nodes']}; leave trainer.num_nodes out, since torchrun may change it"
         )
 
 

@@ -18,6 +18,7 @@ from lit_llm.training.guard import Guard, GuardConfig
 from lit_llm.training.host import HostRead
 from lit_llm.training.incidents import Incident, Incidents, loss_scaler
 from lit_llm.training.lightning_loop import free_gradients, mend, restore
+from lit_llm.training.peers import PeerWatch
 from lit_llm.training.signals import SignalFlag
 from lit_llm.training.streams import begin_stream
 from lit_llm.training.window import StepWindow
@@ -46,6 +47,7 @@ class StepBoundary(Callback):
         self.norm: Tensor | None = None
         """Of the gradients of the step that is being taken, before clipping; None where nobody asks for it."""
         self._signals = SignalFlag()
+        self._peers = PeerWatch(config.peer_timeout)
         self._read = HostRead()
         self._trainer: Any = None
         self._hooks: list[Any] = []
@@ -98,6 +100,7 @@ class StepBoundary(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mends Lightning's loop."""
         mend(trainer, self._signals.install)
+        self._peers.start(lambda: trainer.global_step, lambda: getattr(trainer.strategy.launcher, "procs", None) or [])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins with nothing open."""
@@ -216,11 +219,14 @@ class StepBoundary(Callback):
         self._act(trainer, last=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves."""
+        """Finds out whether another rank's end is the reason, and leaves."""
+        self._peers.attach_to(exception)
+        self._peers.stop()
         self._detach(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves."""
+        self._peers.stop()
         self._detach(trainer)
 
     # What follows

@@ -34,6 +34,7 @@ class GuardConfig:
             are there. Skipped steps do not enter.
         max_skips: skipped steps in a row after which the run stops (not finite), or takes the step and begins a new
             distribution (spikes).
+        peer_timeout: seconds without a sign of life after which another rank counts as gone and the run ends.
         save_batches: how many times in a run the batch of a bad step is saved for ``lit-llm fit --replay FILE``.
 
     Raises:
@@ -45,6 +46,7 @@ class GuardConfig:
     spike_window: int = 128
     max_skips: int = 10
     save_batches: int = 3
+    peer_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         if self.nonfinite not in get_args(NonFinite):
@@ -57,6 +59,9 @@ class GuardConfig:
             if not (math.isfinite(factor) and factor > 0):
                 raise UserError(f"model.guard.spike_factor must be a number above 0 or null, not {self.spike_factor!r}")
             object.__setattr__(self, "spike_factor", factor)
+        timeout = self.peer_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise UserError(f"model.guard.peer_timeout must be a number of seconds above 0, not {timeout!r}")
         for field, least in (("spike_window", 2), ("max_skips", 1), ("save_batches", 0)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

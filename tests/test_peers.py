@@ -1,0 +1,173 @@
+"""A rank that dies, stops, fails or hangs: the others end in time and name it; real processes, joined by gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lit_llm.errors import RunStopped, UserError
+from lit_llm.training.peers import PeerWatch
+from tests.distributed import _free_port
+from tests.elastic_peers import rank_main
+
+TIMEOUT = 3.0  # where silence is what tells; long enough for a busy machine elsewhere
+
+
+@pytest.fixture(scope="module")
+def server() -> ForkServerContext:
+    """Forks processes that have imported everything already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.elastic_peers"])
+    return context
+
+
+def ranks(
+    server: ForkServerContext,
+    folder: Path,
+    world: int,
+    what: str,
+    who: int = -1,
+    then: Callable[[list[BaseProcess]], None] | None = None,
+    timeout: float = 20.0,
+) -> tuple[list[int | None], list[str]]:
+    """Exit codes, and what each rank said."""
+    port = _free_port()
+    processes = [
+        server.Process(target=rank_main, args=(rank, world, port, str(folder), what, who, timeout))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 60
+    paths = [folder / f"at-{rank}" for rank in range(world)]
+    try:
+        while not all(path.exists() and int(path.read_text()) >= 15 for path in paths):
+            assert time.monotonic() < end, "the ranks did not begin"
+            time.sleep(0.01)
+        if then is not None:
+            then(processes)
+        for rank, process in enumerate(processes):
+            if not (what == "paused" and rank == who):
+                process.join(30)
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return codes, [(folder / f"err-{rank}").read_text() for rank in range(world)]
+
+
+def kill(*numbers: int, by: int = signal.SIGKILL) -> Callable[[list[BaseProcess]], None]:
+    def then(processes: list[BaseProcess]) -> None:
+        for number in numbers:
+            assert processes[number].pid is not None
+            os.kill(processes[number].pid, by)
+
+    return then
+
+
+def told(text: str) -> list[str]:
+    return re.findall(r"lit-llm: error: (.*)", text)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_killed_rank_is_named_by_all_others(server: ForkServerContext, tmp_path: Path, who: int) -> None:
+    codes, said = ranks(server, tmp_path, 3, "killed", who, kill(who))
+    assert codes == [-signal.SIGKILL if rank == who else 1 for rank in range(3)]
+    step = r"at step (\d+); the same command with --ckpt_path last goes on"
+    for rank in {0, 1, 2} - {who}:
+        (line,) = told(said[rank])
+        found = re.match(rf"RunStopped rank {who} \(host \S+, process \d+\) has died {step}", line)
+        assert found is not None, said
+        assert abs(int(found[1]) - int((tmp_path / f"at-{who}").read_text())) <= 1
+        assert said[rank].count("\n") == 1, said[rank]
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_paused_rank_is_gone_after_the_timeout(server: ForkServerContext, tmp_path: Path, who: int) -> None:
+    codes, said = ranks(server, tmp_path, 2, "paused", who, kill(who, by=signal.SIGSTOP), TIMEOUT)
+    assert codes[1 - who] == 1, "its main thread hangs in a collective"
+    (line,) = told(said[1 - who])
+    assert re.match(rf"rank {who} \(host \S+, process \d+\) has not been heard of for 3 s", line)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_raises_is_quoted(server: ForkServerContext, tmp_path: Path, who: int) -> None:
+    codes, said = ranks(server, tmp_path, 3, "raises", who)
+    assert codes == [1, 1, 1]
+    assert told(said[who]) == ["ValueError a bad"], "its own error is left alone"
+    for rank in {0, 1, 2} - {who}:
+        (line,) = told(said[rank])
+        assert re.match(rf"RunStopped rank {who} \(host \S+, process \d+\) failed: ValueError: a bad sample; ", line)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_not_dead_and_named_when_the_exchange_times_out(
+    server: ForkServerContext, tmp_path: Path
+) -> None:
+    codes, said = ranks(server, tmp_path, 2, "hangs", 1, lambda processes: processes[0].join(30), TIMEOUT)
+    assert codes[0] == 1
+    (line,) = told(said[0])
+    assert re.match(
+        r"RunStopped rank 1 \(host \S+, process \d+\) lives but is behind, at step 15, .*[Tt]imed? ?out", line
+    )
+
+
+def test_a_run_that_stops_on_all_ranks_blames_nobody(server: ForkServerContext, tmp_path: Path) -> None:
+    codes, said = ranks(server, tmp_path, 2, "stops")
+    assert codes == [1, 1]
+    assert [told(text) for text in said] == [["RunStopped the loss is no longer finite"]] * 2
+
+
+def test_the_end_is_silent_although_rank_0_goes_first(server: ForkServerContext, tmp_path: Path) -> None:
+    codes, said = ranks(server, tmp_path, 3, "ends")
+    assert codes == [0, 0, 0]
+    assert said == ["", "", ""]
+    assert all((tmp_path / f"done-{rank}").exists() for rank in range(3))
+
+
+@pytest.mark.slow
+def test_all_ranks_paused_together_go_on(server: ForkServerContext, tmp_path: Path) -> None:
+    def then(processes: list[BaseProcess]) -> None:
+        kill(0, 1, by=signal.SIGSTOP)(processes)
+        time.sleep(TIMEOUT + 2)
+        before = int((tmp_path / "at-0").read_text())
+        kill(0, by=signal.SIGCONT)(processes)
+        time.sleep(1)  # it must not hold the other's silence, as long as its own, against it
+        kill(1, by=signal.SIGCONT)(processes)
+        time.sleep(TIMEOUT * 0.9)
+        assert int((tmp_path / "at-0").read_text()) > before + 10
+        kill(0, 1)(processes)
+
+    codes, said = ranks(server, tmp_path, 2, "paused together", -1, then, TIMEOUT)
+    assert codes == [-signal.SIGKILL] * 2
+    assert said == ["", ""]
+
+
+def test_nothing_to_watch() -> None:
+    watch = PeerWatch()
+    watch.start(lambda: 0)
+    error = RuntimeError("Connection closed by peer")
+    assert watch.explain(error) is None
+    watch.attach_to(error)
+    assert error.__cause__ is None
+    watch.stop()
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        watch.start(lambda: 0)
+        assert watch._run is None
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(UserError, match="timeout of PeerWatch is 0; give seconds above 0"):
+        PeerWatch(0)
+    assert issubclass(RunStopped, RuntimeError)
