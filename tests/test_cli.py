@@ -167,7 +167,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("fit --model.config", ["--model.config", "value"]),
     ("fit --trainer.precision 8", ["trainer.precision", "'8'", "bf16-mixed", "16-mixed", "null"]),
     ("fit --trainer.strategy fsdp_cpu_offload", ["trainer.strategy fsdp_cpu_offload", "MeshStrategy"]),
-    ("fit --trainer.strategy lightning.pytorch.strategies.FSDPStrategy", ["FSDPStrategy", "not there yet"]),
+    ("fit --trainer.strategy lightning.pytorch.strategies.FSDPStrategy", ["FSDPStrategy", "MeshStrategy"]),
     ("fit --trainer.strategy foo", ["strategy", "foo"]),
     ("fit --trainer.accelerator cpu --trainer.precision 16-mixed", ["precision 16-mixed", "cpu", "bf16-mixed"]),
     ("fit --trainer.callbacks Foo", ["trainer.callbacks", "'Foo'", "module.Class"]),
