@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from lit_llm import LitLLM
 from lit_llm.checkpoint import load_model
@@ -90,8 +91,13 @@ def test_one_process_goes_on_from_two(
     assert main(["validate", f"--config={folder}/config.yaml", f"--ckpt_path={first}"]) == 0
     assert main(["generate", str(first), "--prompt=alpha", "--max_new_tokens=3"]) == 0
     assert main(["export", str(first), f"--output={tmp_path}/hf"]) == 0
-    assert (tmp_path / "hf/model.safetensors").is_file()
-    model, _ = load_model(first)
+    model, _ = load_model(first, "cpu")
+    # Its head is its embedding, and stays so on the way out.
+    assert model.config.tie_word_embeddings
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert exported.lm_head.weight is exported.get_input_embeddings().weight
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(exported(ids).logits, model(ids), atol=1e-5, rtol=0)
     loaded = LitLLM.load_from_checkpoint(first)
     for name, parameter in loaded.transformer.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name))

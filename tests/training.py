@@ -103,12 +103,18 @@ def fit(
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "accumulation": trainer.accumulate_grad_batches,
         "weights": _checksum(lit),
-        "weight_sum": {name: p.double().abs().sum().item() for name, p in lit.named_parameters()},
+        "weight_sum": {name: whole(p).double().abs().sum().item() for name, p in lit.named_parameters()},
     }
 
 
 def _checksum(module: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for _, parameter in sorted(module.named_parameters()):
-        digest.update(parameter.detach().float().numpy().tobytes())
+        digest.update(whole(parameter).float().numpy().tobytes())
     return digest.hexdigest()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A tensor that may lie on several ranks; all of them come here then."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
