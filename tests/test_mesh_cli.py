@@ -116,7 +116,7 @@ def test_a_strategy_without_options_and_a_wrong_one(
         ),
         (["--trainer.strategy.shard=half"], "trainer.strategy.shard: 'half' does not fit"),
         (["--trainer.strategy.pipeline=2"], "unknown option trainer.strategy.pipeline"),
-        (["--trainer.precision=16-mixed"], "16-mixed"),
+        (["--trainer.precision=16-mixed"], "trainer.precision 16-mixed does not exist with MeshStrategy"),
     ):
         assert main([*one, "--trainer.strategy=lit_llm.parallel.MeshStrategy", *options]) == 2
         line = capsys.readouterr().err.strip().splitlines()[-1]

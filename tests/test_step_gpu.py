@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lit_llm import LitLLM
+from lit_llm.parallel import MeshStrategy
 from tests.test_step import SEQ, VOCAB, micro_batches
 from tests.training import MODEL
 
@@ -32,8 +33,15 @@ class NoWaiting(L.Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
+class SplitAlone(MeshStrategy):
+    """Splits over one process, which MeshStrategy would leave as it is: all that sharding does on a device."""
+
+    shards = True
+
+
+@pytest.mark.parametrize("strategy", ["auto", "mesh", "sharded"])
 @pytest.mark.parametrize("spike_factor", [None, 6.0])
-def test_a_step_does_not_wait_for_the_device(tmp_path: Path, spike_factor: float | None) -> None:
+def test_a_step_does_not_wait_for_the_device(tmp_path: Path, spike_factor: float | None, strategy: str) -> None:
     module = LitLLM(config=MODEL, vocab_size=VOCAB, seq_len=SEQ, guard={"spike_factor": spike_factor})
     watch = NoWaiting()
     trainer = L.Trainer(
@@ -49,6 +57,7 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path, spike_factor: float
         enable_checkpointing=False,
         enable_progress_bar=False,
         callbacks=[watch],
+        strategy="auto" if strategy == "auto" else {"mesh": MeshStrategy, "sharded": SplitAlone}[strategy](),
     )
     try:
         trainer.fit(module, DataLoader(micro_batches(16), batch_size=None))

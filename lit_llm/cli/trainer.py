@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_llm.callbacks import PredictionWriter, ProgressLines
 from lit_llm.errors import UserError
+from lit_llm.parallel.strategy import MeshStrategy
 
 PREDICTIONS = "predictions.jsonl"
 LOG_EVERY = 10
@@ -149,6 +150,8 @@ def make_trainer(
             settings["enable_progress_bar"] = terminal
             callbacks.append(RichProgressBar() if terminal else ProgressLines())
     follow_torchrun(settings)
+    if isinstance(settings["strategy"], MeshStrategy) and str(settings["precision"]) in ("16", "16-mixed"):
+        raise UserError("trainer.precision 16-mixed does not exist with MeshStrategy; use bf16-mixed or 32-true")
     try:
         trainer = RunTrainer(**{**settings, "callbacks": callbacks})
     except UserError:

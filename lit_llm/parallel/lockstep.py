@@ -37,7 +37,7 @@ class Lockstep:
         self._count(1)
 
     def _count(self, forwards: int) -> Tensor:
-        coming = torch.tensor([forwards], dtype=torch.int32, device=self._model.device)
+        coming = torch.full((1,), forwards, dtype=torch.int32, device=self._model.device)
         dist.all_reduce(coming, group=self._group)
         return coming
 

@@ -176,7 +176,15 @@ class MeshStrategy(ShardedCheckpoints, ModelParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
-            rank_zero_info(f"mesh: {self.sizes}; {describe_memory(self.model)}")
+            rank_zero_info(f"mesh: {self.sizes}; {describe_memory(self.model)}{self._what_waits(trainer)}")
+
+    def _what_waits(self, trainer: Any) -> str:
+        """On gradients that are not split until the step, which for a large model may be most of the memory."""
+        if trainer.accumulate_grad_batches == 1 or self._reduce_every_micro_batch or self.sizes.shard == 1:
+            return ""
+        assert self.model is not None
+        whole = sum(4 * p.numel() for p in self.model.parameters() if p.requires_grad) / 2**20
+        return f"; {whole:,.1f} MiB of gradients between micro-batches (less by reduce_every_micro_batch)"
 
     def _split(self, module: nn.Module) -> None:
         sharding = self.sharding()
