@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torchmetrics import Metric
 
 
@@ -25,6 +27,15 @@ class TokenLoss(Metric):
         dtype = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPUs have no float64
         for name in ("loss_sum", "tokens", "num_bytes"):
             self.add_state(name, torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Module:
+        """Moves the sums, and never narrows them: in 16 bits they would stop to grow after a few hundred batches."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        return super()._apply(moved, exclude_state)
 
     def update(self, loss_sum: Tensor, tokens: Tensor, num_bytes: Tensor | None) -> None:
         """Adds a batch.

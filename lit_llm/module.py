@@ -38,10 +38,10 @@ from lit_llm.parallel.parallelize import parallelize
 from lit_llm.parallel.report import is_sharded
 from lit_llm.parallel.strategy import MeshStrategy
 from lit_llm.training.boundary import StepBoundary
-from lit_llm.training.evaluation import EvaluationLockstep
+from lit_llm.training.evaluation import EvaluationLockstep, EvaluationWatch
 from lit_llm.training.gradients import gradients_of, scale_gradients
 from lit_llm.training.guard import GuardConfig
-from lit_llm.training.saved_state import SavedState
+from lit_llm.training.saved_state import SavedState, agree_on_checkpoint
 from lit_llm.training.window import StepWindow
 
 _Config = TypeVar("_Config", OptimizerConfig, ScheduleConfig, GenerationConfig, GuardConfig)
@@ -218,8 +218,16 @@ class LitLLM(SavedState, L.LightningModule):
                 "Lightning's FSDPStrategy can't keep float32 reduction, clipping by norm and accumulation without "
                 "communication; use strategy=lit_llm.parallel.MeshStrategy(), which splits over all devices likewise"
             )
+        if not isinstance(self.trainer.strategy, ModelParallelStrategy) and any(map(is_sharded, self.parameters())):
+            raise UserError(
+                f"the model is split by MeshStrategy, so {type(self.trainer.strategy).__name__} can't use it; build a "
+                "new one and load its checkpoint"
+            )
+        agree_on_checkpoint(self.trainer)
         if stage == "fit":
             self._boundary.attach(self.trainer)
+        else:
+            EvaluationWatch.attach(self.trainer, self.guard_config.peer_timeout)
         EvaluationLockstep.attach(self.trainer)
         write_safely(self.trainer.strategy)
         data = getattr(self.trainer, "datamodule", None)
@@ -360,6 +368,9 @@ class LitLLM(SavedState, L.LightningModule):
         if clip is not None and clip < 0:
             raise UserError(f"trainer.gradient_clip_val must be above 0, or null for none; got {clip}")
         self._refuse_unsplit()
+        model = self._plain_model
+        if model is not None and not model.parallelized:  # of an overridden configure_model
+            parallelize(model, activation_checkpointing=self.activation_checkpointing, compile=self.compile_blocks)
         ensure_float32_reduction(self.trainer.strategy)
         rank_zero_info(f"model: {sum(p.numel() for p in self.parameters()):,} parameters")
 

@@ -116,7 +116,9 @@ def test_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "requeue" in asked
 
 
-@pytest.mark.parametrize(("codes", "starts", "code"), [("1 1 0", 3, 0), ("2", 1, 2), ("137", 1, 137), ("1 " * 9, 4, 1)])
+@pytest.mark.parametrize(
+    ("codes", "starts", "code"), [("1 1 0", 3, 0), ("2", 1, 2), ("137 134 0", 3, 0), ("143", 1, 143), ("1 " * 9, 4, 1)]
+)
 def test_slurm_starts_a_failed_run_again(tmp_path: Path, codes: str, starts: int, code: int) -> None:
     log = tmp_path / "starts"
     body = f"""

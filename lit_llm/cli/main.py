@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             line, code = _failure(error), 1
         if line is None:
             raise
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if any(os.environ.get(name, "0") != "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID")):
             time.sleep(_PATIENCE_S)
         sys.stdout.flush()
         print(f"lit-llm: error: {' '.join(line.split())}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from lit_llm.errors import RunStopped
-from lit_llm.training.peers import WAY_OUT, quiet_lightnings_observer
+from lit_llm.training.peers import AGAIN, WAY_OUT, quiet_lightnings_observer
 from lit_llm.training.signals import name_of
 
 USER_MISTAKE = 2  # the exit code
@@ -24,7 +24,8 @@ _PARENT = "LIT_LLM_PARENT"  # the process that has started this one for another 
 
 def is_first_process() -> bool:
     """Whether this is the process that speaks to the user."""
-    return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("NODE_RANK", "0") == "0"
+    names = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
+    return all(os.environ.get(name, "0") == "0" for name in names)
 
 
 class Children:
@@ -82,6 +83,10 @@ class Children:
             time.sleep(_POLL_S / 4)
         return False
 
+    @property
+    def _way_out(self) -> str:
+        return WAY_OUT if self._trainer.state.fn == "fit" else AGAIN
+
     def _killed(self) -> str | None:
         """The line of the children that a signal has ended."""
         processes = self._processes()
@@ -91,13 +96,13 @@ class Children:
             for local, process in enumerate(processes, start=1)
             if (process.poll() or 0) < 0
         ]
-        return f"{', '.join(told)}; {WAY_OUT}" if told else None
+        return f"{', '.join(told)}; {self._way_out}" if told else None
 
     def _watch(self) -> None:
         killed_at: float | None = None
         while not self._done.wait(_POLL_S):
             if self._parent is not None and os.getppid() != self._parent:
-                self._outlive(f"the first process of this run (process {self._parent}) is gone; {WAY_OUT}")
+                self._outlive(f"the first process of this run (process {self._parent}) is gone; {self._way_out}")
             processes = self._processes()
             if processes:
                 quiet_lightnings_observer(processes)

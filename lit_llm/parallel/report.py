@@ -26,6 +26,20 @@ def reshard(module: nn.Module) -> None:
                 part.reshard()
 
 
+def drop_gradients(module: nn.Module) -> None:
+    """Frees gradients that wait in sharded modules for a step that did not come, where ``zero_grad`` sees none."""
+    if not torch.distributed.is_available():
+        return
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", []):
+                group._partial_reduce_output = None
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This process's part, without autograd; the same memory."""
     tensor = tensor.detach()

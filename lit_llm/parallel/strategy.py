@@ -17,8 +17,9 @@ from lit_llm.errors import UserError
 from lit_llm.model import Transformer
 from lit_llm.parallel.checkpointing import ShardedCheckpoints
 from lit_llm.parallel.mesh import MeshSizes, Size, build_mesh, data_place, resolve_sizes, sharding_mesh
-from lit_llm.parallel.parallelize import Sharding, check_reshard, parallelize, shard_module
-from lit_llm.parallel.report import describe_memory, is_sharded, reshard
+from lit_llm.parallel.parallelize import Sharding, check_reshard
+from lit_llm.parallel.report import describe_memory
+from lit_llm.parallel.split import check_optimizer, split_module
 
 _COMPUTE_DTYPES = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -159,7 +160,9 @@ class MeshStrategy(ShardedCheckpoints, ModelParallelStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        self._split(self.model)
+        if (sharding := self.sharding()) is not None:
+            split_module(self.model, sharding, self.root_device)
+            self._set_compute_device(self.model)
         if not self._cpu_offload:
             self.model_to_device()
         # DTensor has no inference mode.
@@ -174,6 +177,8 @@ class MeshStrategy(ShardedCheckpoints, ModelParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers if self.shards else ():
+                check_optimizer(optimizer, self.model, self.sizes.shard)
         self.setup_precision_plugin()
         if fitting:
             rank_zero_info(f"mesh: {self.sizes}; {describe_memory(self.model)}{self._what_waits(trainer)}")
@@ -185,42 +190,6 @@ class MeshStrategy(ShardedCheckpoints, ModelParallelStrategy):
         assert self.model is not None
         whole = sum(4 * p.numel() for p in self.model.parameters() if p.requires_grad) / 2**20
         return f"; {whole:,.1f} MiB of gradients between micro-batches (less by reduce_every_micro_batch)"
-
-    def _split(self, module: nn.Module) -> None:
-        sharding = self.sharding()
-        if sharding is None:
-            return
-        reshard(module)
-        for child in module.children():
-            parameters = list(child.parameters())
-            if any(is_sharded(p) for p in parameters) or not parameters:
-                continue
-            self._broadcast(parameters)
-            if isinstance(child, Transformer):
-                parallelize(
-                    child,
-                    activation_checkpointing=getattr(module, "activation_checkpointing", "none"),
-                    compile=getattr(module, "compile_blocks", False),
-                    sharding=sharding,
-                )
-            else:
-                shard_module(child, sharding)
-        self._set_compute_device(module)
-        plain = [name for name, p in module.named_parameters() if p.requires_grad and not is_sharded(p)]
-        if plain:
-            raise UserError(
-                f"{type(module).__name__}: parameter {plain[0]} came after the model was split, or lies in no module "
-                "of its own, so its gradient would not be averaged; add it in a configure_model that builds the "
-                "model itself and leaves splitting to MeshStrategy"
-            )
-
-    def _broadcast(self, parameters: list[nn.Parameter]) -> None:
-        """Gives all processes rank 0's values, as DDP does: what a subclass has built may be drawn at random."""
-        for parameter in parameters:
-            if not parameter.is_meta:
-                values = parameter.data.to(self.root_device)
-                torch.distributed.broadcast(values, src=0)
-                parameter.data.copy_(values)
 
     def _set_compute_device(self, module: nn.Module) -> None:
         if self._cpu_offload:

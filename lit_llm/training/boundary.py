@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_llm.checkpoint.write import write_safely
 from lit_llm.errors import UserError
 from lit_llm.optim import supports_found_inf
+from lit_llm.parallel.report import drop_gradients, reshard
 from lit_llm.training.ending import end_by_failure, end_by_signal
 from lit_llm.training.gradients import gradients_of, scale_gradients, total_norm
 from lit_llm.training.guard import Guard, GuardConfig
@@ -91,6 +92,8 @@ class StepBoundary(Callback):
                 optimizer.found_inf = None
         for hook in self._hooks:
             hook.remove()
+        if trainer.lightning_module is not None:
+            drop_gradients(trainer.lightning_module)
         self._hooks, self._trainer = [], None
         restore(trainer)
         trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, StepBoundary | StepEnd)]
@@ -105,6 +108,9 @@ class StepBoundary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins with nothing open."""
         self._begin(trainer.global_step)
+        drop_gradients(pl_module)
+        # A forward before the step has gathered parameters that the step makes stale.
+        self._hooks += [one.register_step_pre_hook(_Reshard(pl_module)) for one in trainer.optimizers]
         if pl_module.automatic_optimization:
             self._hooks += [optimizer.register_step_post_hook(free_gradients) for optimizer in trainer.optimizers]
 
@@ -248,6 +254,16 @@ class StepBoundary(Callback):
                 end_by_failure(trainer, why, ended=last)
             if signals:
                 end_by_signal(trainer, *signals[0], ended=last)
+
+
+class _Reshard:
+    """A pre hook of an optimizer's step, for as long as its module lives."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any) -> None:
+        reshard(self._module)
 
 
 class StepEnd(Callback):

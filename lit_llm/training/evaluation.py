@@ -10,6 +10,55 @@ from lit_llm.model import Transformer
 from lit_llm.parallel.lockstep import Lockstep
 from lit_llm.parallel.report import is_sharded, reshard
 from lit_llm.parallel.strategy import MeshStrategy
+from lit_llm.training.lightning_loop import leave_signals, restore
+from lit_llm.training.peers import AGAIN, PeerWatch
+
+
+class EvaluationWatch(Callback):
+    """Lets validate, test and predict end as a fit does: when a rank dies, and at SIGTERM.
+
+    Args:
+        timeout: seconds of silence after which a rank is gone.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._peers = PeerWatch(timeout, AGAIN)
+
+    @staticmethod
+    def attach(trainer: Any, timeout: float) -> None:
+        """Puts one into a Trainer that is setting up, in place of an earlier one."""
+        others = [one for one in trainer.callbacks if not isinstance(one, EvaluationWatch)]
+        trainer.callbacks = [EvaluationWatch(timeout), *others]
+        leave_signals(trainer)
+
+    def _start(self, trainer: Trainer) -> None:
+        self._peers.start(lambda: trainer.global_step, lambda: getattr(trainer.strategy.launcher, "procs", None) or [])
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins."""
+        self._start(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins."""
+        self._start(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins."""
+        self._start(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Finds out whether another rank is the cause."""
+        self._peers.attach_to(exception)
+        self._end(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ends."""
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        self._peers.stop()
+        restore(trainer)
+        trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
 
 
 class EvaluationLockstep(Callback):
@@ -29,15 +78,13 @@ class EvaluationLockstep(Callback):
         trainer.callbacks = [*own, *others]
 
     def _start(self, trainer: Trainer, module: LightningModule) -> None:
-        model, strategy = getattr(module, "model", None), trainer.strategy
-        if (
-            isinstance(model, Transformer)
-            and isinstance(strategy, MeshStrategy)
-            and strategy.sizes.shard > 1
-            and any(is_sharded(p) for p in model.parameters())
-        ):
-            self._lockstep = Lockstep(model, strategy.shard_group)
-            self._lockstep.start()
+        strategy = trainer.strategy
+        if isinstance(strategy, MeshStrategy) and strategy.sizes.shard > 1:
+            models = [part for part in module.modules() if isinstance(part, Transformer)]
+            models = [model for model in models if any(is_sharded(p) for p in model.parameters())]
+            if models:
+                self._lockstep = Lockstep(models, strategy.shard_group)
+                self._lockstep.start()
 
     def _finish(self) -> None:
         if self._lockstep is not None:

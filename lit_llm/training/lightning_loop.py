@@ -52,6 +52,12 @@ def mend(trainer: Any, install_signals: Callable[[Any], None]) -> None:
         trainer._logger_connector.__dict__["_shown"] = {}
 
 
+def leave_signals(trainer: Any) -> None:
+    """Leaves signals as they are while the Trainer evaluates: its own handler only notes SIGTERM, and nobody asks."""
+    if is_mended():
+        trainer._signal_connector.register_signal_handlers = _nothing
+
+
 def restore(trainer: Any) -> None:
     """Leaves the Trainer to modules that know nothing of this; the quiet bar metrics may stay."""
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)

@@ -19,6 +19,7 @@ from lit_llm.errors import RunStopped, UserError
 from lit_llm.training.beats import FAILED, LEFT, LOST, RUNS, Beat, beats_store, is_alive
 
 WAY_OUT = "the same command with --ckpt_path last goes on from the last checkpoint"
+AGAIN = "start the command again"
 _FAST_S = 0.1  # the period while an end is being told
 _ACK_S = 3.0  # for the others to read it before the store ends with rank 0
 _PATIENCE_S = 1.5  # how long the other ranks of a machine let the first one speak
@@ -46,20 +47,21 @@ class PeerWatch:
 
     Args:
         timeout: seconds.
+        way_out: what the line advises.
 
     Raises:
         UserError: the timeout is not positive.
     """
 
-    def __init__(self, timeout: float = 60.0) -> None:
+    def __init__(self, timeout: float = 60.0, way_out: str = WAY_OUT) -> None:
         if not timeout > 0:
             raise UserError(f"the timeout of PeerWatch is {timeout}; give seconds above 0, such as 60")
-        self.timeout = float(timeout)
+        self.timeout, self.way_out = float(timeout), way_out
         self._run: _Run | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy watches nothing."""
-        return {"timeout": self.timeout, "_run": None}
+        return {"timeout": self.timeout, "way_out": self.way_out, "_run": None}
 
     def start(self, step: Callable[[], int], processes: Callable[[], Iterable[Any]] | None = None) -> None:
         """Begins to watch; every rank calls it, once the process group is there.
@@ -71,7 +73,7 @@ class PeerWatch:
         self.stop()
         store = beats_store()
         if store is not None:
-            self._run = _Run(store, self.timeout, step, processes or list)
+            self._run = _Run(store, self.timeout, step, processes or list, self.way_out)
 
     def explain(self, error: BaseException) -> str | None:
         """Tells the other ranks of an error that ends this one, and says who has died if that is what the error is.
@@ -101,8 +103,14 @@ class _Run:
     """One watched run of this rank."""
 
     def __init__(
-        self, store: Any, timeout: float, step: Callable[[], int], processes: Callable[[], Iterable[Any]]
+        self,
+        store: Any,
+        timeout: float,
+        step: Callable[[], int],
+        processes: Callable[[], Iterable[Any]],
+        way_out: str,
     ) -> None:
+        self.way_out = way_out
         self.store, self.timeout, self.step, self.processes = store, timeout, step, processes
         self.period = min(1.0, timeout / 10)
         self.rank, world = dist.get_rank(), dist.get_world_size()
@@ -260,18 +268,18 @@ class _Run:
     def _line_of_the_gone(self, gone: list[Beat]) -> str:
         failed = [one for one in gone if one.state == FAILED]
         if failed:
-            return f"{failed[0]} failed: {failed[0].text}; {WAY_OUT}"
+            return f"{failed[0]} failed: {failed[0].text}; {self.way_out}"
         what = "has died" if len(gone) == 1 else "have died"
         if self.alarm_at is None:
             what = f"{what[:-4]}not been heard of for {self.timeout:g} s (dead, paused or cut off)"
         # Our own step: a beat is up to a period old, and ranks are never a step apart.
-        return f"{_names(gone)} {what} at step {self._step()}; {WAY_OUT}"
+        return f"{_names(gone)} {what} at step {self._step()}; {self.way_out}"
 
     def _line_of_the_living(self) -> str:
         """A collective has failed although all are there."""
         everyone = [self.mine, *(one for one in self.others if one.active)]
         if left := [one for one in self.others if one.state == LEFT]:
-            return f"{_names(left)} left at step {left[0].step}, before the others ({left[0].text}); {WAY_OUT}"
+            return f"{_names(left)} left at step {left[0].step}, before the others ({left[0].text}); {self.way_out}"
         late = [one for one in everyone if one.step < max(other.step for other in everyone)]
         why = next((one.text for one in everyone if one.state == LOST), "")
         if not late:  # within a step: those who have not met the error never came to the exchange
@@ -279,8 +287,8 @@ class _Run:
         if late and _TIMED_OUT.search(why):
             verb = "lives but is" if len(late) == 1 else "live but are"
             where = f"at step {late[0].step}, where the others waited in vain at step {max(e.step for e in everyone)}"
-            return f"{_names(late)} {verb} behind, {where} ({why}); {WAY_OUT}"
-        return f"the ranks lost one another at step {self.mine.step}, though all of them live ({why}); {WAY_OUT}"
+            return f"{_names(late)} {verb} behind, {where} ({why}); {self.way_out}"
+        return f"the ranks lost one another at step {self.mine.step}, though all of them live ({why}); {self.way_out}"
 
     # Ending
 
@@ -292,7 +300,9 @@ class _Run:
             own = isinstance(error, Exception) and not isinstance(error, RunStopped)
             self.mine.state, self.mine.text = (FAILED if own else LEFT), what
             if self.rank == 0:
-                self.line = self.line or f"{self.mine} {'failed' if own else 'has ended the run'}: {what}; {WAY_OUT}"
+                self.line = (
+                    self.line or f"{self.mine} {'failed' if own else 'has ended the run'}: {what}; {self.way_out}"
+                )
             self.leaving = True
             self._say()
             return None
@@ -303,7 +313,9 @@ class _Run:
             self._wake.set()
             time.sleep(0.02)
         if self.line is None:
-            self.line = f"the connection to another rank broke at step {self.mine.step} ({self.mine.text}); {WAY_OUT}"
+            self.line = (
+                f"the connection to another rank broke at step {self.mine.step} ({self.mine.text}); {self.way_out}"
+            )
         self._say()
         return self.line
 

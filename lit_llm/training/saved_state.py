@@ -16,7 +16,7 @@ from lit_llm.checkpoint.average import averaged_weights, plain_name
 from lit_llm.checkpoint.compare import compare_configs
 from lit_llm.checkpoint.sharded import read_sharded
 from lit_llm.data.tokenizer import Tokenizer
-from lit_llm.errors import UserError
+from lit_llm.errors import RunStopped, UserError
 from lit_llm.model import Transformer
 from lit_llm.training.boundary import StepBoundary
 from lit_llm.training.window import StepWindow
@@ -29,6 +29,28 @@ else:
     _Base = object
 
 CHECKPOINT_FORMAT = 1
+
+
+def agree_on_checkpoint(trainer: Any) -> None:
+    """Sees that all ranks go on from one checkpoint.
+
+    Each has looked for itself, and a file may not be visible everywhere yet, or be finished in between.
+
+    Raises:
+        RunStopped: on all ranks, where they differ.
+    """
+    if trainer.world_size == 1 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    mine = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+    found: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(found, mine)
+    if any(one != found[0] for one in found):
+        other = next(rank for rank, one in enumerate(found) if one != found[0])
+        told = [f"rank {rank} from {found[rank] or 'none'}" for rank in (0, other)]
+        raise RunStopped(
+            f"the ranks would go on from different checkpoints, {' and '.join(told)}: one was written in between, or "
+            "they do not see the same disk; start again, or name the checkpoint by --ckpt_path PATH"
+        )
 
 
 class SavedState(_Base):
