@@ -35,7 +35,7 @@ from lit_llm.optim.checks import as_float
 from lit_llm.parallel.activation_checkpointing import check_checkpointing
 from lit_llm.parallel.ddp import ensure_float32_reduction
 from lit_llm.parallel.parallelize import parallelize
-from lit_llm.parallel.report import is_sharded
+from lit_llm.parallel.report import is_sharded, reshard
 from lit_llm.parallel.strategy import MeshStrategy
 from lit_llm.training.boundary import StepBoundary
 from lit_llm.training.evaluation import EvaluationLockstep, EvaluationWatch
@@ -288,6 +288,7 @@ class LitLLM(SavedState, L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clips by the norm that :class:`StepBoundary` has measured, or by Lightning's own way."""
+        reshard(self)  # a forward since the backward has gathered parameters that the step makes stale
         norm, gradients = self._boundary.norm, gradients_of(optimizer)
         by_norm = bool(gradient_clip_val) and str(gradient_clip_algorithm or "norm").endswith("norm")
         if not by_norm or norm is None:

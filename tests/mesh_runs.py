@@ -57,7 +57,7 @@ class Watched(LitLLM):
         self.initial = flat(self.parameters())
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients.append(flat(p.grad for p in self.parameters()))
+        self.gradients.append(flat(p.grad for p in self.parameters() if p.grad is not None))
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)

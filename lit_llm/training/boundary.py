@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_llm.checkpoint.write import write_safely
 from lit_llm.errors import UserError
 from lit_llm.optim import supports_found_inf
-from lit_llm.parallel.report import drop_gradients, reshard
+from lit_llm.parallel.report import drop_gradients
 from lit_llm.training.ending import end_by_failure, end_by_signal
 from lit_llm.training.gradients import gradients_of, scale_gradients, total_norm
 from lit_llm.training.guard import Guard, GuardConfig
@@ -109,8 +109,6 @@ class StepBoundary(Callback):
         """Begins with nothing open."""
         self._begin(trainer.global_step)
         drop_gradients(pl_module)
-        # A forward before the step has gathered parameters that the step makes stale.
-        self._hooks += [one.register_step_pre_hook(_Reshard(pl_module)) for one in trainer.optimizers]
         if pl_module.automatic_optimization:
             self._hooks += [optimizer.register_step_post_hook(free_gradients) for optimizer in trainer.optimizers]
 
@@ -254,16 +252,6 @@ class StepBoundary(Callback):
                 end_by_failure(trainer, why, ended=last)
             if signals:
                 end_by_signal(trainer, *signals[0], ended=last)
-
-
-class _Reshard:
-    """A pre hook of an optimizer's step, for as long as its module lives."""
-
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
-
-    def __call__(self, *args: Any) -> None:
-        reshard(self._module)
 
 
 class StepEnd(Callback):
