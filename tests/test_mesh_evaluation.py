@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lit_llm import LitLLM, TokenDataModule
 from lit_llm.callbacks import PredictionWriter
 from lit_llm.errors import UserError
 from lit_llm.parallel import MeshStrategy
+from lit_llm.training.evaluation import EvaluationWatch
 from tests.distributed import run_ranks
 from tests.test_step import SEQ, VOCAB, micro_batches, trainer
 from tests.training import MODEL
@@ -45,17 +47,25 @@ class Evaluated(LitLLM):
     def __init__(self) -> None:
         super().__init__(config=MODEL, vocab_size=VOCAB, seq_len=SEQ, seed=3)
         self.batches = 0
+        self.watched: list[Any] = []
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         self.batches += 1
+        watches = [one for one in self.trainer.callbacks if isinstance(one, EvaluationWatch)]
+        watching = any(one._peers._run is not None for one in watches)
+        self.watched.append((signal.getsignal(signal.SIGTERM), watching))
         self.log("rows", float(len(batch["input_ids"])), on_epoch=True, sync_dist=True, reduce_fx="sum")
 
 
 def validate(folder: str, batches: list[dict[str, Tensor]], options: Any, devices: int) -> dict[str, Any]:
     lit = Evaluated()
     run = trainer(folder, devices=devices, strategy=strategy(options))
+    before, lit.watched = signal.getsignal(signal.SIGTERM), []
     values = run.validate(lit, DataLoader(batches, batch_size=None), verbose=False)[0]
+    # SIGTERM ends an evaluation as it would end anything else, and a rank that dies is noticed.
+    assert lit.watched == [(before, devices > 1)] * lit.batches
+    assert not any(isinstance(one, EvaluationWatch) for one in run.callbacks)
     tested = run.test(lit, DataLoader(batches, batch_size=None), verbose=False)[0]
     return {**values, **tested, "batches": lit.batches}
 

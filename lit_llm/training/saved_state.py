@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lit_llm.checkpoint.average import averaged_weights, plain_name
+from lit_llm.checkpoint.average import AVERAGE_KEY, averaged_weights, plain_name
 from lit_llm.checkpoint.compare import compare_configs
 from lit_llm.checkpoint.sharded import read_sharded
 from lit_llm.data.tokenizer import Tokenizer
@@ -113,6 +113,13 @@ class SavedState(_Base):
             if averaged is not None:
                 rank_zero_info("weights: the average of WeightAverage, by which fit validated")
                 checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
+        elif AVERAGE_KEY in (checkpoint.get("callbacks") or {}) and not any(
+            getattr(one, "state_key", "") == AVERAGE_KEY for one in self._trainer.callbacks
+        ):
+            rank_zero_warn(
+                "the checkpoint has averaged weights, which this run does not go on with: it has no WeightAverage; add "
+                "--trainer.callbacks+=lit_llm.callbacks.WeightAverage to keep them"
+            )
         saved = checkpoint.get("lit_llm")
         if saved is None:
             self._fit_names(checkpoint)
