@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from lit_llm import LitLLM, TokenDataModule
 from lit_llm.callbacks import RunCheckpoint
 from lit_llm.callbacks.weight_average import WeightAverage
-from lit_llm.checkpoint import CheckpointWriteError, read_checkpoint, sharded_write
+from lit_llm.checkpoint import CheckpointWriteError, read_checkpoint, sharded_write, stored
+from lit_llm.checkpoint.copies import gather, snapshot
+from lit_llm.checkpoint.folder import Folder
 from lit_llm.checkpoint.sharded import load_sharded, prepare_write, shard_content
 from lit_llm.errors import UserError
 from lit_llm.optim import OptimizerConfig, ScheduleConfig
@@ -100,11 +102,13 @@ def take_steps(model: Toy, optimizers: list[Any], steps: int = 2) -> None:
 
 
 def content_of(model: Toy, optimizers: list[Any]) -> dict[str, Any]:
-    """As Lightning's, with something that is no tensor and a callback's tensor."""
+    """As Lightning's, with something that is no tensor, a callback's tensor, and one that is split as the model is."""
+    doubled = {id(p): p.detach() * 2 for p in model.parameters()}
+    doubles = {name: doubled[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     return {
         "global_step": 3,
         "state_dict": model.state_dict(),
-        "callbacks": {"mine": {"tensor": torch.arange(3)}},
+        "callbacks": {"mine": {"tensor": torch.arange(3)}, "Doubles": {"updates": 2, "weights": doubles}},
         "optimizer_states": [one.state_dict() for one in optimizers],
         "after": "wards",
     }
@@ -160,7 +164,7 @@ def loaded(path: str, mesh: Any, kind: str, **options: Any) -> dict[str, Any]:
         rest = load_sharded(path, model.state_dict(), optimizers, names)
     else:
         rest = shard_content(read_checkpoint(path), model.state_dict(), optimizers, names)
-    return {**whole(content_of(model, optimizers)), "rest": rest}
+    return {**whole(content_of(model, optimizers)), "rest": stored.whole(rest)}
 
 
 def refusal(call: Any, kind: type[BaseException] = UserError) -> str | None:
@@ -217,7 +221,7 @@ def _failures(root: Path, mesh: Any, group: Any, disk: str | None) -> dict[str, 
     rank = torch.distributed.get_rank()
     model, optimizers = trained(mesh, "named")
     content, names = content_of(model, optimizers), names_of(model, optimizers)
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"copies": _copied_once(mesh, model)}
     if disk is not None:
         if rank == 0:
             fill(disk)
@@ -244,6 +248,21 @@ def _failures(root: Path, mesh: Any, group: Any, disk: str | None) -> dict[str, 
             told["come"].append(probe.all_come(0.5))
         torch.distributed.barrier()
     return told
+
+
+def _copied_once(mesh: Any, model: Toy) -> list[bool]:
+    """Whether a snapshot of what was gathered copies it: of parts, of a replica, and of a plain tensor."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    replica = distribute_tensor(torch.ones(3), mesh, [Replicate()] * mesh.ndim)
+    copied = []
+    for tensor in (model.body[0].weight, replica, torch.ones(3)):
+        one = gather(tensor, keeps=True)
+        own = snapshot([one])[0]
+        copied.append(own is not one)
+        part: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        assert own.untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
+    return copied
 
 
 class Probe(ShardedCheckpoints):
@@ -337,13 +356,18 @@ def under_trainer(store: str, folder: str, sizes: dict[str, Any], everything: bo
     def validated(path: Path) -> list[Any]:
         return train(store, root / "v", 5, ranks=ranks, strategy=mesh(), ckpt_path=path, stage="validate")
 
+    reads: list[str] = []
+    read = Folder.read
+    Folder.read = lambda self, key: reads.append(key) or read(self, key)  # type: ignore[method-assign, func-returns-value]
     saved = root / "mesh" / "checkpoints"
     result: dict[str, Any] = {
         "whole": fit("mesh", 5),
         "async": fit("async", 3, saved / "step-1.ckpt", async_save=True, keep_last=1),
         "from file": fit("filed", 5, one / "step-2.ckpt", save_top_k=0),
         "to file": fit("file", 3, saved / "step-2.ckpt", strategy=to_file()),
+        "from old": fit("old", 3, root / "old.ckpt"),
         "validated": [validated(saved / "step-3.ckpt"), validated(one / "step-3.ckpt")],
+        "whole reads": list(reads),
     }
     if everything:
         result["from folder"] = fit("again", 5, saved / "step-2.ckpt")

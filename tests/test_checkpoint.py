@@ -244,17 +244,17 @@ def test_a_resumed_run_goes_on_with_its_files(store: str, tmp_path: Path) -> Non
 
 def test_an_interrupted_save_leaves_nothing(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(store, tmp_path, 2)
-    replace = os.replace
+    link = os.link
 
     def interrupted(source: Any, target: Any) -> None:
         assert Path(source).match(".step-4.ckpt.*.partial")
         raise KeyboardInterrupt  # after the bytes, before the name
 
-    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(os, "link", interrupted)
     with pytest.raises(SystemExit):
         fit(store, tmp_path, 4, ckpt_path=tmp_path / "checkpoints" / "step-2.ckpt")
     assert names(tmp_path) == ["step-2.ckpt"]
-    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "link", link)
     (tmp_path / "checkpoints" / ".step-4.ckpt.partial").write_bytes(b"half")  # what a killed process leaves
     fit(store, tmp_path, 4, ckpt_path=tmp_path / "checkpoints" / "step-2.ckpt")
     assert names(tmp_path) == ["step-2.ckpt", "step-4.ckpt"]

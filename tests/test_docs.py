@@ -126,7 +126,7 @@ def test_the_table_of_dtypes_is_the_codes() -> None:
 
 def figures(models: list[str]) -> None:
     """Runs the page's dry runs of some models, and looks for the rows in its table."""
-    [code] = blocks("python")
+    [code] = [block for block in blocks("python") if "dry_run" in block]
     assert code.count("in LAYOUTS.items():") == 1
     chosen = f"in ((name, LAYOUTS[name]) for name in {models}):"
     printed = io.StringIO()
@@ -200,3 +200,13 @@ def test_the_laptops_commands_run(tmp_path: Path) -> None:
     assert (tmp_path / "runs/two/checkpoints/step-2.ckpt/complete.json").exists()
     assert (tmp_path / "runs/two/checkpoints/step-3.ckpt").is_file()
     assert (tmp_path / "hf/two/model.safetensors").exists()
+    code = blocks("python")[0]
+    for old, new in {"seq_len=256": "seq_len=32", "max_steps=20": "max_steps=2", '"3m"': '"1m"'}.items():
+        assert old in code, f"the page no longer says {old!r}"
+        code = code.replace(old, new)
+    (tmp_path / "two.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "two.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "mesh: shard 2; " in done.stderr

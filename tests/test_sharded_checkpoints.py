@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-import shutil
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from lit_llm.checkpoint import disk, find_checkpoint, list_checkpoints, load_model, open_weights, read_checkpoint
+from lit_llm.checkpoint import find_checkpoint, load_model, open_weights, read_checkpoint
 from lit_llm.checkpoint.average import averaged_weights
-from lit_llm.checkpoint.folder import MARKER, METADATA, Folder
+from lit_llm.checkpoint.folder import Folder
+from lit_llm.checkpoint.placing import fill
 from lit_llm.checkpoint.sharded import load_sharded, open_sharded, prepare_write, read_sharded, shard_content
 from lit_llm.checkpoint.write import SafeCheckpointIO, write_checkpoint
 from lit_llm.errors import UserError
+from lit_llm.optim.resume import keep_configuration
 from tests.distributed import run_ranks
-from tests.sharded_runs import OPTIMIZERS, cleared, content_of, difference, loaded, names_of, train, trained
+from tests.sharded_runs import OPTIMIZERS, Toy, cleared, content_of, difference, loaded, names_of, train, trained
 
 SAVED = ("state_dict", "optimizer_states")
 
@@ -60,7 +58,11 @@ def check_meshes(folder: Path, results: list[dict[str, Any]], sizes: list[str]) 
             truth = torch.load(folder / f"{size}-{kind}.truth", weights_only=False)
             content = read_sharded(folder / f"{size}-{kind}.ckpt")
             assert difference(content, truth) is None
-            assert content["state_dict"]["head.weight"] is content["state_dict"]["embed.weight"]
+            for weights in (content["state_dict"], content["callbacks"]["Doubles"]["weights"]):
+                assert weights["head.weight"] is weights["embed.weight"]
+            in_meta = Folder(folder / f"{size}-{kind}.ckpt").content["callbacks"]  # no tensor that is split
+            assert set(in_meta["Doubles"]["weights"].values()) == {None}
+            assert torch.equal(in_meta["mine"]["tensor"], torch.arange(3))
             alone = loaded(str(folder / f"{size}-{kind}.ckpt"), None, kind)
             assert difference({k: alone[k] for k in SAVED}, {k: truth[k] for k in SAVED}) is None
     fresh = read_sharded(folder / "fresh.ckpt")
@@ -86,6 +88,10 @@ def test_a_failure_on_one_rank_is_told_on_all(two: tuple[Path, list[dict[str, An
         assert f"{folder}/one.ckpt can't be written: No space left on device" in one["one rank"]
         assert "\n" not in one["one rank"]
         assert one["left of one"] == []
+
+
+def test_what_is_gathered_is_not_copied_again(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert [one["copies"] for one in two[1]] == [[False, True, True]] * 2
 
 
 def test_ranks_know_whether_all_come(two: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -183,6 +189,15 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
             shard_content(read_checkpoint(tmp_path / name), state, optimizers, names_of(model, optimizers))
 
 
+def test_an_average_goes_through_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    """As in a file: what a 16-bit run evaluated with is 16 bits wide in a wider model, too."""
+    truth = write_alone(tmp_path / "x.ckpt")["state_dict"][A].detach()
+    target = torch.zeros(truth.shape)
+    fill([(Folder(tmp_path / "x.ckpt").weights().placeholder(A, torch.bfloat16), target)])
+    assert torch.equal(target, truth.bfloat16().float())
+    assert not torch.equal(target, truth)
+
+
 def test_other_trained_parameters_are_named(tmp_path: Path) -> None:
     write_alone(tmp_path / "x.ckpt")
     model, _ = cleared(None, "named")
@@ -193,55 +208,58 @@ def test_other_trained_parameters_are_named(tmp_path: Path) -> None:
         load_sharded(tmp_path / "x.ckpt", model.state_dict(), [optimizer] * 2, [["embed.weight"]] * 2)
 
 
-# ------------------------------------------------------------------ on disk
+def in_groups(model: Toy, groups: list[tuple[str, ...]], hooked: bool = False) -> tuple[Any, list[str]]:
+    """AdamW over some parameters; the n-th group decays by n, and its rate has been halved n times."""
+    known = dict(model.named_parameters())
+    members: list[dict[str, Any]] = []
+    for number, names in enumerate(groups):
+        own: dict[str, Any] = {"param_names": list(names)} if hooked else {}
+        members.append({"params": [known[n] for n in names], "weight_decay": float(number), "lr": 0.5**number, **own})
+    optimizer = torch.optim.AdamW(members)
+    if hooked:
+        optimizer.register_load_state_dict_pre_hook(keep_configuration)
+    return optimizer, [name for names in groups for name in names]
 
 
-def test_last_passes_over_what_is_not_complete(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoints"
-    write_alone(place / "step-1.ckpt")
-    good = place / "step-1.ckpt"
-    when = (good / MARKER).stat().st_mtime
-    os.utime(good / MARKER, (when - 100, when - 100))
-    broken = {"step-2.ckpt": MARKER, "step-3.ckpt": "meta.pt", "step-4.ckpt": "__0_0.distcp", "step-5.ckpt": METADATA}
-    for number, (name, lost) in enumerate(broken.items()):
-        shutil.copytree(good, place / name)
-        (place / name / lost).unlink()
-        if lost != MARKER:
-            os.utime(place / name / MARKER, (when + number, when + number))
-    shutil.copytree(good, place / "step-6.ckpt")
-    shard = place / "step-6.ckpt" / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    (place / "step-7.ckpt").mkdir()
-    found = find_checkpoint(tmp_path, "last")
-    assert found is not None
-    assert found.path == good
-    assert found.content["global_step"] == 3
-    told = {Path(line.split()[0]).name: line for line in found.skipped}
-    assert set(told) == {f"step-{n}.ckpt" for n in (2, 3, 4, 5, 6, 7)}
-    assert "marker complete.json is missing" in told["step-2.ckpt"]
-    assert "marker complete.json is missing" in told["step-7.ckpt"]
-    for name, lost in list(broken.items())[1:]:
-        assert f"{lost} is missing" in told[name]
-    assert "__0_0.distcp has" in told["step-6.ckpt"]
-    with pytest.raises(UserError, match=r"step-6\.ckpt is damaged"):
-        read_checkpoint(place / "step-6.ckpt")
-    assert len(list_checkpoints(tmp_path)) == 7
+A, B, C = "body.0.weight", "body.1.weight", "body.1.bias"
 
 
-def test_a_folder_never_runs_code(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.system, (f"touch {tmp_path}/done",)
+@pytest.mark.parametrize("to", ["folder", "file"])
+def test_other_groups_are_refused(tmp_path: Path, to: str) -> None:
+    """As torch does, which would give each group the settings of the one at its place; here by names."""
+    model = Toy()
+    path = tmp_path / "x.ckpt"
 
-    write_alone(tmp_path / "x.ckpt")
-    evil = pickle.dumps(Evil())
-    (tmp_path / "x.ckpt" / METADATA).write_bytes(evil)
-    marker = json.loads((tmp_path / "x.ckpt" / MARKER).read_text())
-    marker["files"][METADATA] = len(evil)
-    (tmp_path / "x.ckpt" / MARKER).write_text(json.dumps(marker))
-    with pytest.raises(UserError, match=r"\.metadata can't be read: .*system.* is no part"):
-        read_sharded(tmp_path / "x.ckpt")
-    assert not (tmp_path / "done").exists()
+    def save(groups: list[tuple[str, ...]], hooked: bool) -> None:
+        optimizer, names = in_groups(model, groups, hooked)
+        content = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+        if to == "folder":
+            prepare_write(content, path, [names])()
+        else:
+            write_checkpoint(content, path)
+
+    def load(groups: list[tuple[str, ...]], hooked: bool) -> list[tuple[int, float, float]]:
+        optimizer, names = in_groups(model, groups, hooked)
+        for group in optimizer.param_groups:
+            group |= {"lr": 9.0, "weight_decay": 9.0}
+        shard_content(read_checkpoint(path), model.state_dict(), [optimizer], [names])
+        return [(len(group["params"]), group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
+
+    save([(A, B), (C,)], hooked=False)
+    assert load([(A, B), (C,)], hooked=False) == [(2, 0.0, 1.0), (1, 1.0, 0.5)]
+    if to == "folder":  # which knows the names
+        assert load([(C,), (B, A)], hooked=False) == [(1, 1.0, 0.5), (2, 0.0, 1.0)]
+    for groups, sizes in (
+        ([(A, B, C)], r"1 \(of 3\)"),
+        ([(A,), (B,), (C,)], r"3 \(of 1, 1, 1\)"),
+        ([(A,), (B, C)], r"2 \(of 1, 2\)"),
+    ):
+        with pytest.raises(UserError, match=rf"in 2 groups \(of 2, 1\), this one in {sizes}, and"):
+            load(groups, hooked=False)
+    # With names and LitLLM's hook, which decides: settings of the group in which the first of them was.
+    save([(A, B), (C,)], hooked=True)
+    assert load([(A, B, C)], hooked=True) == [(3, 0.0, 1.0)]
+    assert load([(C,), (A,), (B,)], hooked=True) == [(1, 1.0, 0.5), (1, 0.0, 1.0), (1, 0.0, 1.0)]
 
 
 def test_folders_of_lightnings_own_strategy(tmp_path: Path) -> None:
@@ -266,53 +284,16 @@ def test_folders_of_lightnings_own_strategy(tmp_path: Path) -> None:
         assert difference(again["optimizer_states"][0]["state"], saved["state"]) is None
 
 
-def test_partial_folders(tmp_path: Path) -> None:
-    host, pid = socket.gethostname(), os.getpid()
-    gone = 2**22 - 1  # above any process' number here
-    mine, killed, begun, left = (
-        tmp_path / f".x.ckpt.{host}-{number}-{thread}.partial"
-        for number, thread in ((pid, 1), (pid, 2), (pid, 3), (gone, 4))
-    )
-    for path in (mine, killed, begun, left):
-        path.mkdir()
-        (path / "__0_0.distcp").touch()
-    (killed / disk.LOCK).touch()
-    with (mine / disk.LOCK).open("wb") as lock:
-        disk.lock_file(lock)
-        disk.remove_partials(tmp_path)
-        assert [one.exists() for one in (mine, killed, begun, left)] == [True, False, True, False]
-    disk.remove_partials(tmp_path)
-    assert [one.exists() for one in (mine, begun)] == [False, True]
-
-
-def test_a_removed_folder_leaves_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_alone(tmp_path / "x.ckpt")
-
-    def killed(path: Path, **options: Any) -> None:
-        if path.exists():
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        SafeCheckpointIO().remove_checkpoint(tmp_path / "x.ckpt")
-    (left,) = os.listdir(tmp_path)
-    assert left.startswith(".x.ckpt.")
-    assert left.endswith(".partial")
-    monkeypatch.undo()
-    write_alone(tmp_path / "x.ckpt")
-    SafeCheckpointIO().remove_checkpoint(tmp_path / "x.ckpt")
-    assert "x.ckpt" not in os.listdir(tmp_path)
-
-
 # ------------------------------------------------------------------ under a Trainer
 
 
 def check_trainer(store: str, folder: Path, ranks: int, sizes: dict[str, int], everything: bool) -> None:
     one = train(store, folder / "one", 5)
+    write_as_before(read_checkpoint(folder / "one/checkpoints/step-2.ckpt"), folder / "old.ckpt")
     options = {"store": store, "folder": str(folder), "sizes": sizes, "everything": everything}
     results = run_ranks("tests.sharded_runs:under_trainer", ranks, timeout=300, **options)
     near: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}
-    ran = {"whole": (0, 5), "async": (1, 3), "from file": (2, 5), "to file": (2, 3)}
+    ran = {"whole": (0, 5), "async": (1, 3), "from file": (2, 5), "to file": (2, 3), "from old": (2, 3)}
     if everything:
         ran |= {"from folder": (2, 5), "from async": (3, 5), "to file async": (2, 4), "ddp": (2, 5)}
     for got in results:
@@ -320,13 +301,14 @@ def check_trainer(store: str, folder: Path, ranks: int, sizes: dict[str, int], e
             expected = torch.tensor(one[first:last])
             torch.testing.assert_close(torch.tensor(got[name]), expected, msg=f"{name}: {got[name]} {one}", **near)
         assert got["async"] == got["whole"][1:3]
+        assert got["whole reads"] == []
         torch.testing.assert_close(*(torch.tensor(values) for values in got["validated"]), **near)
         if everything:
             assert got["from folder"] == got["whole"][2:]
             assert "model.layers.1.mlp.down_proj.weight is not in it" in got["refused"]
     # One process goes on from what several wrote.
     for path in (folder / "mesh/checkpoints/step-3.ckpt", folder / "file/checkpoints/step-3.ckpt"):
-        again = train(store, folder / "alone", 5, ckpt_path=path)
+        again = train(store, folder / path.parts[-3] / "alone", 5, ckpt_path=path)
         torch.testing.assert_close(torch.tensor(again), torch.tensor(one[3:]), **near)
     # Folders and files hold what one process' file does, in the same order.
     plain = read_checkpoint(folder / "one/checkpoints/step-3.ckpt")
@@ -334,6 +316,7 @@ def check_trainer(store: str, folder: Path, ranks: int, sizes: dict[str, int], e
         content = read_sharded(path) if path.is_dir() else read_checkpoint(path)
         assert outline(content) == outline(plain)
     assert [path.name for path in (folder / "async/checkpoints").iterdir()] == ["step-3.ckpt"]
+    check_averages(folder)
     for path in (folder / "mesh/checkpoints/step-3.ckpt", folder / "mesh"):
         model, _ = load_model(path, "cpu")
     opened = open_weights(folder / "mesh")
@@ -344,6 +327,37 @@ def check_trainer(store: str, folder: Path, ranks: int, sizes: dict[str, int], e
         assert torch.equal(opened.weights.read(name), tensor)
         assert torch.equal(average[f"model.{name}"], tensor)
         assert (opened.weights.shape(name), opened.weights.dtype(name)) == (tensor.shape, tensor.dtype)
+
+
+def write_as_before(content: dict[str, Any], path: Path) -> None:
+    """A folder whose average lies whole in meta.pt, as one process writes it."""
+    names = [[name for g in one["param_groups"] for name in g["param_names"]] for one in content["optimizer_states"]]
+    prepare_write(content, path, names)()
+    assert all(isinstance(one, torch.Tensor) for one in average_in(Folder(path).content).values())
+
+
+def average_in(content: dict[str, Any]) -> Any:
+    return content["callbacks"]["WeightAverage"]["weights"]
+
+
+def check_averages(folder: Path) -> None:
+    """Whatever was resumed from and saved to, the averages go on as that of one process."""
+    one, mesh = folder / "one/checkpoints", folder / "mesh/checkpoints"
+    assert set(average_in(Folder(mesh / "step-3.ckpt").content).values()) == {None}
+    averages = {}
+    for path in (*folder.glob("*/checkpoints/step-*.ckpt"), *folder.glob("*/alone/checkpoints/step-*.ckpt")):
+        content = read_sharded(path) if path.is_dir() else read_checkpoint(path)
+        averages[path.relative_to(folder).as_posix().replace("/checkpoints/", "/")] = average_in(content)
+        truth = average_in(read_checkpoint(one / f"step-{content['global_step']}.ckpt"))
+        assert outline(average_in(content)) == outline(truth)
+        for name, tensor in average_in(content).items():
+            torch.testing.assert_close(tensor, truth[name], rtol=0, atol=2e-5, msg=f"{path} {name}")
+    three = averages["mesh/step-3.ckpt"]
+    assert difference(averages["async/step-3.ckpt"], three) is None
+    assert difference(averages["file/step-3.ckpt"], three) is None
+    assert difference(averages["old/step-3.ckpt"], averages["filed/step-3.ckpt"]) is None
+    assert {"mesh/alone/step-5.ckpt", "file/alone/step-5.ckpt"} < set(averages)
+    assert not torch.equal(*(averages[f"one/step-{n}.ckpt"]["model.embed_tokens.weight"] for n in (2, 3)))
 
 
 def outline(value: Any) -> Any:

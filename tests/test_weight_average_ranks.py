@@ -182,6 +182,23 @@ def test_tied_and_wrapped_names() -> None:
     assert averaged_weights({"state_dict": raw, "callbacks": {"Other": state}}) is None
 
 
+def test_an_average_is_converted_when_it_is_asked_for() -> None:
+    class Watched(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            asked.append(name)
+            return super().__getitem__(name)
+
+    asked: list[str] = []
+    average = Watched(a=torch.full((2,), 1 + 2**-20), b=torch.zeros(2))
+    state = {"evaluate": True, "updates": 1, "weights": average}
+    raw = {name: torch.ones(2, dtype=torch.bfloat16) for name in "ab"}
+    weights = averaged_weights({"state_dict": raw, "callbacks": {"WeightAverage": state}})
+    assert weights is not None
+    assert (len(weights), weights.dtype("a"), asked) == (2, torch.bfloat16, [])
+    assert weights["a"].tolist() == [1, 1]
+    assert asked == ["a"]
+
+
 class Tied(Toy):
     def configure_model(self) -> None:
         super().configure_model()

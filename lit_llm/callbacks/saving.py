@@ -15,7 +15,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_llm.callbacks.saved_files import KeepRule, Saved
 from lit_llm.checkpoint.find import newest_checkpoint
 from lit_llm.checkpoint.team import Team
-from lit_llm.checkpoint.write import BackgroundWrite, CheckpointWriteError, remove_partials, snapshot, write_safely
+from lit_llm.checkpoint.write import (
+    BackgroundWrite,
+    CheckpointWriteError,
+    new_names_only,
+    remove_partials,
+    snapshot,
+    write_safely,
+)
 from lit_llm.errors import UserError
 
 
@@ -147,14 +154,20 @@ class SavingCheckpoint(ModelCheckpoint):
 
     def _written(self, trainer: Trainer, content: dict[str, Any], saved: Saved) -> Exception | None:
         try:
-            trainer.strategy.save_checkpoint(content, self._path(saved))
+            with new_names_only():  # another run in this folder may have taken the name since
+                trainer.strategy.save_checkpoint(content, self._path(saved))
         except Exception as error:
             return error
         return None
 
     def _written_in_background(self, trainer: Trainer, content: dict[str, Any], saved: Saved) -> BackgroundWrite:
         io, path = trainer.strategy.checkpoint_io, self._path(saved)
-        return BackgroundWrite(lambda: io.save_checkpoint(content, path))
+
+        def write() -> None:
+            with new_names_only():  # in this thread
+                io.save_checkpoint(content, path)
+
+        return BackgroundWrite(write)
 
     def _look_after_background(self, trainer: Trainer) -> None:
         """A rank finishes its write that has ended; what all ranks must agree on waits for the next save.

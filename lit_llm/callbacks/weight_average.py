@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lit_llm.checkpoint.average import AVERAGE_KEY, plain_name
+from lit_llm.checkpoint.copies import gather
+from lit_llm.checkpoint.placing import fill, placeholders
+from lit_llm.checkpoint.stored import Stored
 from lit_llm.errors import UserError
 from lit_llm.parallel.report import is_sharded, local_part, reshard
-
-if torch.distributed.is_available():
-    from torch.distributed.tensor import distribute_tensor
 
 _MEANING = ("decay", "every_n_steps")
 """What may not change when a run is resumed: the average would mix two meanings."""
@@ -37,8 +37,9 @@ class WeightAverage(Callback):
     one. Buffers and parameters that are frozen when training starts are the model's own.
 
     Validation inside fit uses the average once an update has been made (so never the sanity check). The weights that
-    are trained and saved as ``state_dict`` are the raw ones; the average is saved in this callback's state, on rank 0
-    whole, under the names of ``state_dict``. :func:`lit_llm.checkpoint.average.averaged_weights` reads it back.
+    are trained and saved as ``state_dict`` are the raw ones; the average is saved in this callback's state, under
+    the names of ``state_dict``: each rank its part where MeshStrategy writes a folder, else on rank 0 whole.
+    :func:`lit_llm.checkpoint.average.averaged_weights` reads it back.
 
     Args:
         decay: share of the average that an update keeps, 0 or more and below 1.
@@ -64,8 +65,8 @@ class WeightAverage(Callback):
         self._step = 0
         self._entries: list[_Entry] = []
         self._module: weakref.ref[LightningModule] | None = None
-        self._loaded: dict[str, Tensor] | None = None
-        self._swapped = False
+        self._loaded: Mapping[str, Tensor] | None = None
+        self._swapped = self._saves_parts = False
 
     @property
     def state_key(self) -> str:
@@ -73,6 +74,10 @@ class WeightAverage(Callback):
         return AVERAGE_KEY
 
     # The average
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Asks how the strategy saves."""
+        self._saves_parts = bool(getattr(trainer.strategy, "saves_parts", False))
 
     @torch.no_grad()
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,7 +88,10 @@ class WeightAverage(Callback):
         if known is None:
             self.updates, self._step = 0, trainer.global_step
         reshard(pl_module)
-        self._entries = [_Entry.of(names, p, known) for names, p in _trainable(pl_module)]
+        self._entries = [_Entry.of(names, p) for names, p in _trainable(pl_module)]
+        if known is not None:
+            sources = placeholders(known) if isinstance(known, Stored) else known
+            fill((sources[e.names[0]], e.shadow) for e in self._entries if e.names[0] in sources)
         self._module, self._loaded = weakref.ref(pl_module), None
         unknown = [e.names[0] for e in self._entries if known is not None and e.names[0] not in known]
         if unknown:
@@ -146,10 +154,15 @@ class WeightAverage(Callback):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The average as plain tensors. Sharded ones are gathered one by one, so every rank must come here."""
+        """The average; every rank must come here.
+
+        As DTensors where the strategy saves them so, else as plain tensors, for which sharded ones are gathered one by
+        one and which only rank 0 holds.
+        """
         weights = dict(self._loaded or {})
         for entry in self._entries if self._loaded is None else ():
-            whole = _whole(entry.average(self._swapped))
+            average = entry.average(self._swapped)
+            whole = average if self._saves_parts else _whole(average)
             if whole is not None:
                 weights.update(dict.fromkeys(entry.names, whole))
         return {
@@ -187,6 +200,8 @@ class WeightAverage(Callback):
                 raise UserError(
                     f"weight_average.{name} is {here}, but the checkpoint's average was made with {there}; give {there}"
                 )
+        if isinstance(state["weights"], dict):
+            state["weights"] = _Uncopied(state["weights"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the average until training starts, when the parameters are where they stay."""
@@ -197,6 +212,13 @@ class WeightAverage(Callback):
         """Lets go of an average that was loaded but not trained on."""
         if stage != TrainerFn.FITTING:
             self._loaded = None
+
+
+class _Uncopied(dict[str, Tensor]):
+    """What Lightning's copy.deepcopy of a callback's state leaves where it is: tensors mapped from a file."""
+
+    def __deepcopy__(self, memo: Any) -> _Uncopied:
+        return self
 
 
 @dataclass
@@ -210,15 +232,9 @@ class _Entry:
     """The raw weights while swapped, where their dtype can't hold the average."""
 
     @classmethod
-    def of(cls, names: list[str], parameter: nn.Parameter, known: Mapping[str, Tensor] | None) -> _Entry:
+    def of(cls, names: list[str], parameter: nn.Parameter) -> _Entry:
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        shadow = parameter.detach().to(wide, copy=True)
-        value = None if known is None else known.get(names[0])
-        if value is not None:
-            if is_sharded(shadow) and not is_sharded(value):
-                value = distribute_tensor(value, shadow.device_mesh, shadow.placements, src_data_rank=None)
-            local_part(shadow).copy_(local_part(value))
-        return cls(names, parameter, shadow)
+        return cls(names, parameter, parameter.detach().to(wide, copy=True))
 
     @property
     def is_alike(self) -> bool:
@@ -268,5 +284,6 @@ def _whole(tensor: Tensor) -> Tensor | None:
     """The tensor, gathered if it is sharded; None on the other ranks then, as rank 0 alone writes it."""
     if not is_sharded(tensor):
         return tensor
-    whole = tensor.full_tensor()
-    return whole.cpu() if torch.distributed.get_rank() == 0 else None
+    first = torch.distributed.get_rank() == 0
+    whole = gather(tensor, keeps=first)
+    return whole if first else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from lit_llm.checkpoint.stored import Stored
 
 AVERAGE_KEY = "WeightAverage"
 """Of the callback's state under ``callbacks`` in a checkpoint."""
@@ -19,7 +22,7 @@ def plain_name(name: str) -> str:
     return name
 
 
-def averaged_weights(content: Mapping[str, Any]) -> dict[str, Tensor] | None:
+def averaged_weights(content: Mapping[str, Any]) -> Average | None:
     """The averaged weights by which a checkpoint is to be evaluated; None where its raw ones are.
 
     That is what fit's own validation did at that step: the average, if WeightAverage had ``evaluate`` set and had made
@@ -30,20 +33,52 @@ def averaged_weights(content: Mapping[str, Any]) -> dict[str, Tensor] | None:
 
     Returns:
         Name in ``state_dict`` to tensor, in the dtype of the raw one: those that differ from ``state_dict``, so neither
-        buffers nor frozen parameters. Of a parameter with several names, all.
+        buffers nor frozen parameters. Of a parameter with several names, all. A tensor is converted, and of a sharded
+        checkpoint read, when it is asked for; where ``state_dict`` has placeholders, it is one too.
     """
     state = (content.get("callbacks") or {}).get(AVERAGE_KEY)
     if not isinstance(state, Mapping) or not state.get("evaluate") or not state.get("updates"):
         return None
-    raw = content.get("state_dict", {})
-    names = {plain_name(name): name for name in raw}
-    weights = {}
-    for name, tensor in state["weights"].items():
-        saved_name = names.get(name, name)
-        weights[saved_name] = tensor.to(_dtype(raw, saved_name)) if saved_name in raw else tensor
-    return weights
+    return Average(state["weights"], content.get("state_dict", {}))
 
 
-def _dtype(weights: Mapping[str, Any], name: str) -> Any:
-    """Of a tensor, which is not read for it where it lies in a sharded checkpoint."""
-    return weights.dtype(name) if hasattr(weights, "dtype") else weights[name].dtype
+class Average(Mapping[str, Tensor]):
+    """See :func:`averaged_weights`.
+
+    Args:
+        weights: by plain names.
+        raw: the ``state_dict``.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], raw: Mapping[str, Any]) -> None:
+        self._weights, self._raw = weights, raw
+        names = {plain_name(name): name for name in raw}
+        self._names = {names.get(name, name): name for name in weights}
+
+    def __getitem__(self, name: str) -> Tensor:
+        own, dtype = self._names[name], self.dtype(name)
+        in_place = not isinstance(self._raw, Stored) and hasattr(self._raw.get(name), "stored")
+        if in_place and isinstance(self._weights, Stored):
+            return self._weights.placeholder(own, dtype)
+        return self._weights[own].to(dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor, without reading it."""
+        if name in self._raw:
+            return _dtype(self._raw, name)
+        return _dtype(self._weights, self._names[name])
+
+    def shape(self, name: str) -> torch.Size:
+        """Of a tensor, without reading it."""
+        own = self._names[name]
+        return self._weights.shape(own) if isinstance(self._weights, Stored) else self._weights[own].shape
+
+
+def _dtype(weights: Mapping[str, Any], name: str) -> torch.dtype:
+    return weights.dtype(name) if isinstance(weights, Stored) else weights[name].dtype

@@ -6,8 +6,33 @@ import copy
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 _IMMUTABLE = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
+
+
+_owned = WeakIdKeyDictionary()  # by the tensor itself, so that none is taken for another that is gone
+
+
+def gather(tensor: Any, *, keeps: bool) -> torch.Tensor:
+    """A tensor or DTensor, whole in CPU memory; collective over the mesh of a DTensor.
+
+    Args:
+        tensor: to be made whole.
+        keeps: False where it is not wanted: an empty tensor then.
+    """
+    tensor = tensor.detach()
+    parts = tensor
+    if hasattr(tensor, "full_tensor"):
+        kind = tensor.device_mesh.device_type  # which its processes talk over, wherever it is kept
+        parts = tensor.to_local()
+        tensor = (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()
+    if not keeps:
+        return torch.empty(0)
+    whole = tensor.cpu()
+    if whole.untyped_storage()._cdata != parts.untyped_storage()._cdata:
+        _owned[whole] = True
+    return whole
 
 
 def snapshot(content: Any) -> Any:
@@ -15,7 +40,7 @@ def snapshot(content: Any) -> Any:
 
     Tensors are copied to CPU memory. Those that share memory, such as tied weights and views, share it in the copy as
     well, and a container that appears twice is one there too, so the copy makes the same file. Objects of other kinds
-    go through copy.deepcopy.
+    go through copy.deepcopy. Tensors that :func:`gather` has made are copies already and are taken as they are.
     """
     return _copied(content, {}, {})
 
@@ -47,7 +72,7 @@ def _copied(value: Any, memo: dict[int, Any], storages: dict[int, Any]) -> Any:
 
 
 def _copied_tensor(tensor: torch.Tensor, memo: dict[int, Any], storages: dict[int, Any]) -> torch.Tensor:
-    if tensor.is_meta:
+    if tensor.is_meta or tensor in _owned:
         return tensor
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():

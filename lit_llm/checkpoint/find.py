@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from lit_llm.checkpoint.folder import MARKER, is_folder_checkpoint
+from lit_llm.checkpoint.disk import adopt_complete
+from lit_llm.checkpoint.marker import MARKER, is_folder_checkpoint, refuse_part
 from lit_llm.errors import UserError
 
 CHECKPOINTS = "checkpoints"
@@ -53,6 +54,7 @@ def list_checkpoints(run_folder: str | Path) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[Path]:
+    adopt_complete(folder)
     files = []
     for path in folder.glob(f"*{SUFFIX}"):
         try:
@@ -135,6 +137,9 @@ def read_checkpoint(path: str | Path, *, weights_only: bool = True) -> dict[str,
         UserError: nothing there, a truncated or incomplete one, one of another kind, or one that needs code to be read.
     """
     path = Path(path)
+    if not path.exists():
+        adopt_complete(path.parent, path.name)
+    refuse_part(path)
     if path.is_dir():
         if path.suffix != SUFFIX and not is_folder_checkpoint(path):
             raise UserError(f"{path} is a folder; give a checkpoint, such as those in {CHECKPOINTS}/ of a run")

@@ -1,16 +1,15 @@
 """A sharded checkpoint on disk: what lies in its folder, whether it is complete, and reading single tensors from it.
 
 The folder holds the files of torch.distributed.checkpoint (``.metadata`` and ``__RANK_N.distcp``), ``meta.pt`` with
-all that is no tensor of the weights or the optimizers, and ``complete.json``, written last: names and sizes of the
-rest.
+all that is no tensor of the weights or the optimizers and no part of one in a callback's state, and ``complete.json``,
+written last: names and sizes of the rest.
 """
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -18,14 +17,13 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from lit_llm.checkpoint.marker import MARKER, META, METADATA, WAY_OUT, check_complete
+from lit_llm.checkpoint.stored import Stored
 from lit_llm.errors import UserError
 
-FORMAT = 1
-META, MARKER, METADATA = "meta.pt", "complete.json", ".metadata"
 SECTION = "sharded"
 """Key in meta.pt of what the folder needs to know about itself."""
 
-_OTHER = "give another checkpoint, or delete the folder so that last means the one before"
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
@@ -39,12 +37,6 @@ _METADATA_CLASSES = {
 }
 
 
-def is_folder_checkpoint(path: str | Path) -> bool:
-    """Whether a path is a folder that is, or was meant to be, a sharded checkpoint; complete or not."""
-    path = Path(path)
-    return path.is_dir() and any((path / name).is_file() for name in (MARKER, METADATA, META))
-
-
 def weight_key(name: str) -> str:
     """Of a tensor of ``state_dict`` among those of the folder."""
     return f"state_dict.{name}"
@@ -53,6 +45,11 @@ def weight_key(name: str) -> str:
 def state_key(optimizer: int, parameter: str, key: str) -> str:
     """Of what an optimizer remembers of a parameter."""
     return f"optimizer_{optimizer}.state.{parameter}.{key}"
+
+
+def callback_key(path: Sequence[Any]) -> str:
+    """Of a tensor in a callback's state, by the keys that lead to it."""
+    return ".".join(["callbacks", *map(str, path)])
 
 
 class Folder:
@@ -66,6 +63,7 @@ class Folder:
         content: the checkpoint as one file would hold it, with None for each tensor that lies in another file.
         tied: name in ``state_dict`` to the one under which the same tensor was saved.
         optimizer_names: of each optimizer, the parameters' names by their positions.
+        in_callbacks: where in ``callbacks`` a tensor is missing, and its key here.
 
     Raises:
         UserError: no such folder, or one that is not complete.
@@ -78,13 +76,14 @@ class Folder:
             if SECTION not in content:
                 self._take_lightnings(content)
                 return
-        _check_complete(self.path)
+        check_complete(self.path)
         self.content = self._read_meta(weights_only)
         own = self.content.pop(SECTION, None)
         if not isinstance(own, dict) or not isinstance(self.content.get("state_dict"), dict):
-            raise UserError(f"{path} is no sharded checkpoint of lit-llm: {META} lacks its section; {_OTHER}")
+            raise UserError(f"{path} is no sharded checkpoint of lit-llm: {META} lacks its section; {WAY_OUT}")
         self.tied: dict[str, str] = own["tied"]
         self.optimizer_names: list[list[str]] = own["optimizer_names"]
+        self.in_callbacks: list[tuple[list[Any], str]] = own.get("callbacks", [])
 
     def _read_meta(self, weights_only: bool) -> dict[str, Any]:
         try:
@@ -96,23 +95,23 @@ class Folder:
                     f"{self.path} holds objects of {unsafe.group(1)}, which would run code when read; if you trust it, "
                     "give --weights_only false"
                 ) from None
-            raise UserError(f"{self.path / META} is damaged; {_OTHER}") from None
+            raise UserError(f"{self.path / META} is damaged; {WAY_OUT}") from None
         except Exception as error:  # whatever the bytes lead to
-            raise UserError(f"{self.path / META} can't be read: {_line(error)}; {_OTHER}") from error
+            raise UserError(f"{self.path / META} can't be read: {_line(error)}; {WAY_OUT}") from error
         if not isinstance(content, dict):
-            raise UserError(f"{self.path / META} holds no checkpoint; {_OTHER}")
+            raise UserError(f"{self.path / META} holds no checkpoint; {WAY_OUT}")
         return content
 
     def _take_lightnings(self, content: dict[str, Any]) -> None:
         from lit_llm.checkpoint.lightning_folder import describe_folder
 
-        self.tied = {}
+        self.tied, self.in_callbacks = {}, []
         try:
             self.content, self.optimizer_names = describe_folder(self.path, self._metadata, content)
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"{self.path} can't be read: {_line(error)}; {_OTHER}") from error
+            raise UserError(f"{self.path} can't be read: {_line(error)}; {WAY_OUT}") from error
 
     # Tensors
 
@@ -122,7 +121,7 @@ class Folder:
             with (self.path / METADATA).open("rb") as file:
                 return _Unpickler(file).load()
         except Exception as error:
-            raise UserError(f"{self.path / METADATA} can't be read: {_line(error)}; {_OTHER}") from error
+            raise UserError(f"{self.path / METADATA} can't be read: {_line(error)}; {WAY_OUT}") from error
 
     def __contains__(self, key: str) -> bool:
         return key in self._metadata.state_dict_metadata
@@ -134,6 +133,12 @@ class Folder:
     def dtype(self, key: str) -> torch.dtype:
         """As it was saved."""
         return self._metadata.state_dict_metadata[key].properties.dtype
+
+    def placeholder(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor without memory that says where it is, see :meth:`Stored.placeholder`."""
+        tensor = torch.empty(self.shape(key), dtype=dtype or self.dtype(key), device="meta")
+        tensor.stored = (self, key)  # type: ignore[attr-defined]
+        return tensor
 
     def read(self, key: str) -> Tensor:
         """A whole tensor, on the CPU."""
@@ -163,7 +168,7 @@ class Folder:
             except UserError:
                 raise
             except Exception as error:
-                raise UserError(f"{self.path} can't be read: {_line(error)}; {_OTHER}") from error
+                raise UserError(f"{self.path} can't be read: {_line(error)}; {WAY_OUT}") from error
 
     # What one file would hold
 
@@ -174,8 +179,14 @@ class Folder:
     def weights(self) -> Stored:
         """The tensors of ``state_dict``, each read when it is asked for."""
         keys = {name: weight_key(self.saved_name(name)) for name in self.content["state_dict"]}
-        plain = {name: value for name, value in self.content["state_dict"].items() if keys[name] not in self}
-        return Stored(self, {name: key for name, key in keys.items() if name not in plain}, plain)
+        return Stored(self, {name: key for name, key in keys.items() if key in self}, self.content["state_dict"])
+
+    def callbacks(self) -> dict[str, Any]:
+        """The callbacks' states; a mapping in which tensors of the folder belong is a :class:`Stored` in them."""
+        keys: dict[tuple[Any, ...], dict[Any, str]] = {}
+        for (*above, last), key in self.in_callbacks:
+            keys.setdefault(tuple(above), {})[last] = key
+        return _with_stored(self, self.content["callbacks"], keys, ())
 
     def optimizer_state(self, index: int, tensor: Any = None) -> dict[str, Any]:
         """An optimizer's state by position, as torch gives it.
@@ -199,87 +210,15 @@ class Folder:
         return self.optimizer_names[index][position]
 
 
-class Stored(Mapping[str, Any]):
-    """Tensors of a folder by name, read when they are asked for and not kept.
-
-    Args:
-        folder: where they are.
-        keys: name to key.
-        others: what is no tensor.
-    """
-
-    def __init__(self, folder: Folder, keys: dict[str, str], others: dict[str, Any]) -> None:
-        self.folder, self.keys_of, self.others = folder, keys, others
-
-    def __getitem__(self, name: str) -> Any:
-        return self.folder.read(self.keys_of[name]) if name in self.keys_of else self.others[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.folder.content["state_dict"])
-
-    def __len__(self) -> int:
-        return len(self.folder.content["state_dict"])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.keys_of or name in self.others
-
-    def whole(self) -> dict[str, Any]:
-        """All of them, read; tied ones are one tensor here too."""
-        read: dict[str, Any] = {}
-        for name in self:
-            if (saved := self.folder.saved_name(name)) not in read:
-                read[saved] = self[name]
-        return {name: read[self.folder.saved_name(name)] for name in self}
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor, without reading it."""
-        return self.folder.dtype(self.keys_of[name])
-
-    def shape(self, name: str) -> torch.Size:
-        """Of a tensor, without reading it."""
-        return self.folder.shape(self.keys_of[name])
-
-
-class StoredStates(Sequence[Any]):
-    """The states of a folder's optimizers, each read when it is asked for and not kept."""
-
-    def __init__(self, folder: Folder) -> None:
-        self.folder = folder
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        return self.folder.optimizer_state(range(len(self))[index])
-
-    def __len__(self) -> int:
-        return len(self.folder.content["optimizer_states"])
-
-
 def _may_be_lightnings(path: Path) -> bool:
     return not (path / MARKER).exists() and all((path / name).is_file() for name in (META, METADATA))
 
 
-def _check_complete(path: Path) -> None:
-    if not path.is_dir():
-        raise UserError(f"no checkpoint at {path}; give last, best or the path of a checkpoint")
-    try:
-        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        saved_as, files = marker["format"], dict(marker["files"])
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} is no complete checkpoint: its marker {MARKER} is missing, so its save was cut short; {_OTHER}"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path / MARKER} can't be read or is damaged; {_OTHER}") from None
-    if saved_as > FORMAT:
-        raise UserError(f"{path} has format {saved_as}, this lit-llm reads up to {FORMAT}; update lit-llm")
-    for name, size in files.items():
-        try:
-            found = (path / name).stat().st_size
-        except OSError:
-            raise UserError(f"{path} is damaged: {name} is missing; {_OTHER}") from None
-        if found != size:
-            raise UserError(f"{path} is damaged: {name} has {found:,} of {size:,} bytes; {_OTHER}")
+def _with_stored(folder: Folder, value: Any, keys: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _with_stored(folder, one, keys, (*path, key)) for key, one in value.items()}
+    return Stored(folder, keys[path], inner) if path in keys else inner
 
 
 def _without_repeats(targets: Iterable[tuple[str, Tensor]]) -> list[dict[str, Tensor]]:

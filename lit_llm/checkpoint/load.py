@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lit_llm.checkpoint.average import averaged_weights, plain_name
-from lit_llm.checkpoint.find import CHECKPOINTS, find_checkpoint, list_checkpoints
-from lit_llm.checkpoint.folder import Stored, is_folder_checkpoint
+from lit_llm.checkpoint.average import Average, averaged_weights, plain_name
+from lit_llm.checkpoint.find import CHECKPOINTS, SUFFIX, find_checkpoint, list_checkpoints
+from lit_llm.checkpoint.marker import is_folder_checkpoint
+from lit_llm.checkpoint.stored import Stored
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 from lit_llm.model import ModelConfig, Transformer
@@ -59,7 +60,7 @@ class Weights:
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._saved = content["state_dict"]
-        self._averaged = averaged_weights(content) or {}
+        self._averaged: Mapping[str, torch.Tensor] = averaged_weights(content) or {}
         names = [*self._saved, *(name for name in self._averaged if name not in self._saved)]
         self._names = {plain_name(name).removeprefix(PREFIX): name for name in names if name.startswith(PREFIX)}
 
@@ -69,19 +70,23 @@ class Weights:
 
     def shape(self, name: str) -> torch.Size:
         """Of a tensor, without reading it."""
-        return torch.Size(self._saved.shape(self._names[name])) if self._is_stored(name) else self.read(name).shape
+        source, saved = self._found(name)
+        return source.shape(saved) if isinstance(source, (Stored, Average)) else torch.Size(source[saved].shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """Of a tensor, without reading it."""
-        return self._saved.dtype(self._names[name]) if self._is_stored(name) else self.read(name).dtype
+        source, saved = self._found(name)
+        return source.dtype(saved) if isinstance(source, (Stored, Average)) else source[saved].dtype
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor on the CPU; of a file it is mapped, and must not be changed."""
-        saved = self._names[name]
-        return self._averaged[saved] if saved in self._averaged else self._saved[saved]
+        source, saved = self._found(name)
+        return source[saved]
 
-    def _is_stored(self, name: str) -> bool:
-        return isinstance(self._saved, Stored) and self._names[name] not in self._averaged
+    def _found(self, name: str) -> tuple[Mapping[str, Any], str]:
+        """Where a tensor is, and under which name."""
+        saved = self._names[name]
+        return (self._averaged if saved in self._averaged else self._saved), saved
 
 
 class Opened(NamedTuple):
@@ -131,7 +136,8 @@ def describe(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str, An
 
 
 def _open(source: Path) -> tuple[Path, dict[str, Any]]:
-    if not source.is_dir() or is_folder_checkpoint(source):
+    is_run = source.is_dir() and ((source / CHECKPOINTS).is_dir() or source.suffix != SUFFIX)
+    if not is_run or is_folder_checkpoint(source):
         found = find_checkpoint(".", str(source))
     else:
         run = source.parent if source.name == CHECKPOINTS and not list_checkpoints(source) else source

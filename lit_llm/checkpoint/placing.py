@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_llm.checkpoint.average import plain_name
-from lit_llm.checkpoint.folder import Folder, Stored, StoredStates, state_key
+from lit_llm.checkpoint.folder import Folder, state_key
+from lit_llm.checkpoint.stored import Stored, StoredStates
 from lit_llm.errors import UserError
 
 
@@ -19,13 +20,7 @@ def placeholders(weights: Stored) -> dict[str, Any]:
 
     They may be renamed, left out, or replaced by others in between.
     """
-    return {name: _placeholder(weights, name) if name in weights.keys_of else weights[name] for name in weights}
-
-
-def _placeholder(weights: Stored, name: str) -> Tensor:
-    tensor = torch.empty(weights.shape(name), dtype=weights.dtype(name), device="meta")
-    tensor.stored = (weights.folder, weights.keys_of[name])  # type: ignore[attr-defined]
-    return tensor
+    return {name: weights.placeholder(name) for name in weights}
 
 
 def place_weights(saved: Mapping[str, Any], state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -61,25 +56,43 @@ def place_weights(saved: Mapping[str, Any], state_dict: Mapping[str, Any], *, st
                 f"{name}: on_load_checkpoint has computed with a tensor that is not read yet; of a sharded checkpoint "
                 "it may rename, drop and replace tensors"
             )
-    _fill(pairs)
+    fill(pairs)
 
 
 @torch.no_grad()
-def _fill(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def fill(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies whole tensors and placeholders into tensors and DTensors of their shapes, without communication.
+
+    Args:
+        pairs: source and target; whole sources are taken one at a time, and a DTensor only where it is split like the
+            target.
+
+    Raises:
+        UserError: a file that can't be read.
+    """
     stored: dict[int, tuple[Folder, list[tuple[str, Tensor]]]] = {}
+    through: list[tuple[Tensor, torch.dtype]] = []
     for source, target in pairs:
         if hasattr(source, "stored"):
             folder, key = source.stored
             stored.setdefault(id(folder), (folder, []))[1].append((key, target.detach()))
+            if source.dtype not in (folder.dtype(key), target.dtype):
+                through.append((target.detach(), source.dtype))
         else:
             fill_from_whole(target, source)
     for folder, targets in stored.values():
         folder.read_into(targets)
+    for target, dtype in through:
+        part: Any = target.to_local() if hasattr(target, "to_local") else target
+        part.copy_(part.to(dtype))
 
 
 @torch.no_grad()
 def fill_from_whole(target: Any, whole: Tensor) -> None:
-    """Copies a whole tensor, or of it this process' part."""
+    """Copies a whole tensor, or of it this process' part; a DTensor that is split alike, part to part."""
+    if hasattr(whole, "to_local"):
+        target.detach().to_local().copy_(whole.to_local())
+        return
     if not hasattr(target, "to_local"):
         target.detach().copy_(whole)
         return
@@ -95,7 +108,8 @@ def load_optimizer(states: Sequence[Any], index: int, optimizer: Optimizer, name
     """Calls ``optimizer.load_state_dict`` with what was saved: DTensors like the parameter where its size was saved.
 
     Parameters find their state by name. Where the optimizer and the saved groups both have ``param_names`` and a hook
-    of the optimizer's own sees to that (:mod:`lit_llm.optim.resume`), the saved groups are passed on as they are.
+    of the optimizer's own sees to that (:mod:`lit_llm.optim.resume`), the saved groups are passed on as they are. Other
+    optimizers take the settings of the saved group of the same parameters.
 
     Args:
         states: ``optimizer_states`` of a checkpoint, of one file or of a folder.
@@ -104,7 +118,7 @@ def load_optimizer(states: Sequence[Any], index: int, optimizer: Optimizer, name
         names: of its parameters, by position.
 
     Raises:
-        UserError: the state of other parameters.
+        UserError: the state of other parameters, or of the same in other groups.
     """
     folder = states.folder if isinstance(states, StoredStates) else None
     saved = folder.content["optimizer_states"][index] if folder is not None else states[index]
@@ -113,6 +127,9 @@ def load_optimizer(states: Sequence[Any], index: int, optimizer: Optimizer, name
     mine = {plain_name(name): p for name, p in zip(names, parameters, strict=True)}
     positions = {plain_name(name): position for position, name in enumerate(theirs)}
     _refuse_other_parameters(positions, mine)
+    groups = saved["param_groups"]
+    if not _matches_by_name(optimizer, groups):
+        groups = _in_order(groups, optimizer, [positions[plain_name(name)] for name in names])
     loaded: dict[int, dict[str, Any]] = {}
     pairs: list[tuple[Tensor, Tensor]] = []
     for name, position in positions.items():
@@ -122,16 +139,12 @@ def load_optimizer(states: Sequence[Any], index: int, optimizer: Optimizer, name
         for key, value in saved["state"][position].items():
             source = value
             if folder is not None and (stored := state_key(index, theirs[position], key)) in folder:
-                source = torch.empty(folder.shape(stored), dtype=folder.dtype(stored), device="meta")
-                source.stored = (folder, stored)  # type: ignore[attr-defined]
+                source = folder.placeholder(stored)
             loaded[position][key] = source
             if isinstance(source, Tensor):
                 loaded[position][key] = target = _room(source, mine[name])
                 pairs.append((source, target))
-    _fill(pairs)
-    groups = saved["param_groups"]
-    if not _matches_by_name(optimizer, groups):
-        groups = _in_order(groups, optimizer, [positions[plain_name(name)] for name in names])
+    fill(pairs)
     optimizer.load_state_dict({**saved, "state": loaded, "param_groups": groups})
 
 
@@ -169,8 +182,13 @@ def _refuse_other_parameters(theirs: Mapping[str, int], mine: Mapping[str, Tenso
 
 
 def _matches_by_name(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> bool:
+    return _is_hooked(optimizer) and all("param_names" in group for group in groups)
+
+
+def _is_hooked(optimizer: Optimizer) -> bool:
+    """Whether it matches groups by names itself."""
     hooked = bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
-    return hooked and all("param_names" in group for group in (*groups, *optimizer.param_groups))
+    return hooked and all("param_names" in group for group in optimizer.param_groups)
 
 
 def _in_order(
@@ -178,7 +196,11 @@ def _in_order(
 ) -> list[Mapping[str, Any]]:
     """The saved groups in the order of the present parameters, which torch matches by their places.
 
-    A group's settings are those of the saved group that its first parameter was in.
+    A group's settings are those of the saved group with the same parameters, and where the optimizer decides on them
+    itself those of the one that its first parameter was in.
+
+    Raises:
+        UserError: the parameters were grouped otherwise.
     """
     origin = {one: group for group in groups for one in group["params"]}
     ordered: list[Mapping[str, Any]] = []
@@ -187,9 +209,20 @@ def _in_order(
         own = list(positions[start : start + len(present["params"])])
         start += len(own)
         settings = origin[own[0]] if own else groups[min(number, len(groups) - 1)]
+        alike = len(groups) == len(optimizer.param_groups) and set(settings["params"]) == set(own)
+        if not alike and not _is_hooked(optimizer):
+            raise UserError(
+                f"the checkpoint's optimizer has its parameters in {len(groups)} groups (of {_sizes(groups)}), this "
+                f"one in {len(optimizer.param_groups)} (of {_sizes(optimizer.param_groups)}), and not the same ones "
+                "together; resume with its configure_optimizers"
+            )
         names = {"param_names": present["param_names"]} if "param_names" in present else {}
         ordered.append({**settings, **names, "params": own})
     return ordered
+
+
+def _sizes(groups: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(str(len(group["params"])) for group in groups)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lit_llm.checkpoint.folder import Folder, StoredStates
+from lit_llm.checkpoint.folder import Folder
 from lit_llm.checkpoint.placing import load_optimizer, place_weights
 from lit_llm.checkpoint.sharded_write import Names, prepare_write
+from lit_llm.checkpoint.stored import StoredStates, whole
 from lit_llm.errors import UserError
 
 __all__ = [
@@ -42,6 +43,8 @@ def read_sharded(path: str | Path, *, weights_only: bool = True, optimizer: bool
     """
     content = open_sharded(path, weights_only=weights_only)
     content["state_dict"] = content["state_dict"].whole()
+    if "callbacks" in content:
+        content["callbacks"] = whole(content["callbacks"])
     if not optimizer:
         content.pop("optimizer_states", None)
     elif "optimizer_states" in content:
@@ -50,16 +53,19 @@ def read_sharded(path: str | Path, *, weights_only: bool = True, optimizer: bool
 
 
 def open_sharded(path: str | Path, *, weights_only: bool = True) -> dict[str, Any]:
-    """The same, but no tensor of the weights and the optimizers is read before it is asked for, nor kept then.
+    """The same, but no tensor in the files of tensors is read before it is asked for, nor kept then.
 
     Returns:
-        The content; ``state_dict`` is a :class:`Stored`, ``optimizer_states``, if any, :class:`StoredStates`.
+        The content; ``state_dict`` is a :class:`lit_llm.checkpoint.stored.Stored`, and so are mappings in ``callbacks``
+        that held DTensors; ``optimizer_states``, if any, is a StoredStates.
 
     Raises:
         UserError: as of :func:`read_sharded`.
     """
     folder = Folder(path, weights_only=weights_only)
     content = {**folder.content, "state_dict": folder.weights()}
+    if "callbacks" in content:
+        content["callbacks"] = folder.callbacks()
     if "optimizer_states" in content:
         content["optimizer_states"] = StoredStates(folder)
     return content

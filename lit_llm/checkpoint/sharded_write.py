@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +17,15 @@ from lit_llm.checkpoint.disk import (
     Stream,
     explained,
     lock_file,
+    name_folder,
     partial_name,
-    remove_folder,
     remove_partials,
+    replaces,
     save_file,
     sync_folder,
 )
-from lit_llm.checkpoint.folder import FORMAT, MARKER, META, SECTION, state_key, weight_key
+from lit_llm.checkpoint.folder import SECTION, callback_key, state_key, weight_key
+from lit_llm.checkpoint.marker import FORMAT, META, write_marker
 from lit_llm.checkpoint.team import Team
 
 Names = Sequence[Sequence[str]]
@@ -37,12 +37,14 @@ def prepare_write(
     """Makes ready to write a checkpoint into a folder; every process calls this, and then what it returns.
 
     The folder comes to its name when it is complete, and its marker is written last. If writing fails on one process,
-    all raise, and what was written is removed; a killed process leaves ``.NAME.PROCESS.partial`` behind.
+    all raise, and what was written is removed; a killed process leaves ``.NAME.PROCESS.partial`` behind. One already
+    there is replaced, but see :func:`lit_llm.checkpoint.disk.new_names_only`.
 
     Args:
         content: of a Lightning checkpoint: ``state_dict`` and, if any, ``optimizer_states`` in torch's format, of
-            tensors or DTensors. It is not changed. All but DTensors is taken from the first process.
-        path: of the folder; one already there is replaced. All processes see this disk.
+            tensors or DTensors, and ``callbacks``, whose nested dicts may hold DTensors. It is not changed. All but
+            DTensors is taken from the first process.
+        path: of the folder. All processes see this disk.
         optimizer_names: of each optimizer, the parameters' names by their positions.
         group: processes that write together, of the gloo back end; a thread in the background needs one of its own.
             None: all.
@@ -57,7 +59,8 @@ def prepare_write(
     if copy:
         tensors = _copies(tensors)
         rest = snapshot(rest) if team.rank == 0 else {}
-    return lambda: _write(tensors, rest, Path(path), team)
+    replace = replaces()
+    return lambda: _write(tensors, rest, Path(path), team, replace)
 
 
 def _split(content: Mapping[str, Any], optimizer_names: Names) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -65,6 +68,7 @@ def _split(content: Mapping[str, Any], optimizer_names: Names) -> tuple[dict[str
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = dict(content)
     rest["state_dict"], tied = {}, {}
+    in_callbacks: list[tuple[list[Any], str]] = []
     known: dict[Any, str] = {}
     for name, value in content["state_dict"].items():
         rest["state_dict"][name] = None if isinstance(value, Tensor) else value
@@ -77,8 +81,10 @@ def _split(content: Mapping[str, Any], optimizer_names: Names) -> tuple[dict[str
     if "optimizer_states" in content:
         states = enumerate(content["optimizer_states"])
         rest["optimizer_states"] = [_without_tensors(i, state, optimizer_names[i], tensors) for i, state in states]
+    if "callbacks" in content:
+        rest["callbacks"] = _without_parts(content["callbacks"], [], tensors, in_callbacks, {})
     names = [list(one) for one in optimizer_names] if "optimizer_states" in content else []
-    rest[SECTION] = {"format": FORMAT, "tied": tied, "optimizer_names": names}
+    rest[SECTION] = {"format": FORMAT, "tied": tied, "optimizer_names": names, "callbacks": in_callbacks}
     return tensors, rest
 
 
@@ -93,6 +99,20 @@ def _without_tensors(
                 tensors[state_key(index, names[position], key)] = value
                 states[position][key] = None
     return {**saved, "state": states}
+
+
+def _without_parts(
+    value: Any, path: list[Any], tensors: dict[str, Tensor], places: list[tuple[list[Any], str]], known: dict[Any, str]
+) -> Any:
+    """Nested dicts with None for each DTensor in them; tensors that are the same get one key."""
+    if hasattr(value, "to_local"):
+        key = known.setdefault(identity(value), callback_key(path))
+        tensors[key] = value
+        places.append((path, key))
+        return None
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_parts(one, [*path, key], tensors, places, known) for key, one in value.items()}
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
@@ -114,13 +134,13 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
 
 
-def _write(tensors: dict[str, Tensor], rest: dict[str, Any], path: Path, team: Team) -> None:
+def _write(tensors: dict[str, Tensor], rest: dict[str, Any], path: Path, team: Team, replace: bool) -> None:
     partial: Path | None = None
     lock: list[Any] = []
     try:
         partial = Path(team.first(lambda: _begin(path, lock)))
         _write_tensors(tensors, partial, team)
-        team.first(lambda: _finish(rest, path, partial, team, lock))
+        team.first(lambda: _finish(rest, path, partial, team, replace))
     except BaseException as error:
         failure = explained(error, path) if isinstance(error, OSError) else error
         if partial is not None and team.rank == 0:
@@ -140,7 +160,8 @@ def _begin(path: Path, lock: list[Any]) -> str:
     remove_partials(path.parent, path.name)
     try:
         partial.mkdir()
-        lock.append((partial / LOCK).open("wb"))
+        lock.append((partial / LOCK).open("wb", buffering=0))
+        lock[0].write(path.name.encode("utf-8"))
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -192,23 +213,15 @@ class _Stream(Stream):
         return getattr(self.file, name)
 
 
-def _finish(rest: dict[str, Any], path: Path, partial: Path | None, team: Team, lock: list[Any]) -> None:
+def _finish(rest: dict[str, Any], path: Path, partial: Path | None, team: Team, replace: bool) -> None:
     """Adds what is no tensor, then the marker, and gives the folder its name."""
     assert partial is not None
     save_file(rest, partial / META)
-    (partial / LOCK).unlink()
     _refuse_missing_files(partial, team)
-    files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    with (partial / MARKER).open("w", encoding="utf-8") as marker:
-        json.dump({"format": FORMAT, "world_size": team.size, "files": files}, marker)
-        marker.flush()
-        os.fsync(marker.fileno())
+    write_marker(partial, team.size, without=LOCK)
     sync_folder(partial)
-    if path.is_dir():
-        remove_folder(path)
-    elif os.path.lexists(path):
-        path.unlink()
-    os.rename(partial, path)
+    name_folder(partial, path, replace=replace)
+    (path / LOCK).unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

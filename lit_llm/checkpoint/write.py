@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,19 +16,23 @@ from lit_llm.checkpoint.copies import snapshot
 from lit_llm.checkpoint.disk import (
     CheckpointWriteError,
     explained,
+    name_file,
+    new_names_only,
     partial_name,
     remove_folder,
     remove_partials,
+    replaces,
     save_file,
     sync_folder,
 )
-from lit_llm.checkpoint.folder import is_folder_checkpoint
+from lit_llm.checkpoint.marker import refuse_part
 from lit_llm.checkpoint.sharded import open_sharded
 
 __all__ = [
     "BackgroundWrite",
     "CheckpointWriteError",
     "SafeCheckpointIO",
+    "new_names_only",
     "remove_partials",
     "snapshot",
     "write_checkpoint",
@@ -37,15 +40,18 @@ __all__ = [
 ]
 
 
-def write_checkpoint(content: dict[str, Any], path: str | Path) -> None:
+def write_checkpoint(content: dict[str, Any], path: str | Path, *, replace: bool | None = None) -> None:
     """Writes a file that is either complete under its name or not there.
 
     It goes to ``.NAME.PROCESS.partial`` beside it, from there to the disk itself, and only then to its name. Whatever
-    fails removes the partial file and leaves what was at `path`; a killed process leaves the partial file behind.
+    fails removes the partial file and leaves what was at `path`; a killed process leaves the partial file behind. What
+    was there is replaced.
 
     Args:
         content: what torch.save takes; it is streamed, not copied.
         path: of the file; its folder is made if need be.
+        replace: what is at `path`, or else refuse to write where something is; None: yes, but in
+            :func:`lit_llm.checkpoint.disk.new_names_only`.
 
     Raises:
         CheckpointWriteError: the disk is full, the folder can't be written, and the like.
@@ -56,7 +62,7 @@ def write_checkpoint(content: dict[str, Any], path: str | Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_partials(path.parent, path.name)
         save_file(content, partial)
-        os.replace(partial, path)
+        name_file(partial, path, replace=replaces() if replace is None else replace)
     except BaseException as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -87,13 +93,14 @@ class SafeCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """The content of a file, or of a sharded checkpoint as one file would hold it.
 
-        The states of a sharded one's optimizers are read when they are asked for, so not where weights are all that is
-        wanted.
+        The states of a sharded one's optimizers and its averaged weights are read when they are asked for, so not where
+        weights are all that is wanted.
 
         Raises:
-            UserError: an incomplete or damaged sharded checkpoint.
+            UserError: an incomplete or damaged sharded checkpoint, or a file of one.
         """
-        if not is_folder_checkpoint(path):
+        refuse_part(path)
+        if not Path(path).is_dir():
             return super().load_checkpoint(path, map_location, weights_only)
         content = open_sharded(path, weights_only=weights_only is not False)
         return {**content, "state_dict": content["state_dict"].whole()}

@@ -46,7 +46,7 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
     rewritten = False
     options: dict[str, Any] = {}  # of the optimizer, which add up over files and words as well
     sources = 0
-    for name, value, original in _options(words):
+    for name, value, original in each_option(words):
         if command == "fit" and name == "--print_schedule" and value is None:
             result.print_schedule = True
             continue
@@ -58,7 +58,7 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
         section, _, rest = name.removeprefix("--").partition(".")
         path = rest.removeprefix("init_args.").split(".")
         if name in ("--config", "-c") and value is not None:
-            content = _read_yaml(value, "--config")
+            content = read_yaml(value, "--config")
             fields = _model_options(content)
             for part in _SECTIONS:
                 if isinstance(content.get(part), Mapping) and "class_path" in content[part]:
@@ -82,14 +82,14 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
         elif value is None:
             raise UserError(f"{name} has no value; give it one")
         elif section == "model" and path[0] == "config":
-            changes = _load(value)
+            changes = load_value(value)
             for key in reversed(path[1:]):
                 changes = {key: changes}
             result.model_config = _merge(result.model_config, changes)
             rewritten = True
         elif section == "model" and path[:2] == ["optimizer", "options"] and len(path) <= 3:
             result.given.add("optimizer")
-            given = {path[2]: _load(value)} if len(path) == 3 else _load(value)
+            given = {path[2]: load_value(value)} if len(path) == 3 else load_value(value)
             if not isinstance(given, Mapping | None):
                 raise UserError(f"{name} must be a mapping such as '{{\"momentum\": 0.9}}', not {value!r}")
             if not given:
@@ -100,7 +100,7 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
             if section == "model":
                 result.given.add(path[0])
             if (section, path) == ("model", ["optimizer"]):
-                given = _mapping(_mapping(_load(value)).get("options"))
+                given = _mapping(_mapping(load_value(value)).get("options"))
                 options.update(given)
                 sources += bool(given)
             if (section, path) == ("data", ["store"]) and ": " in value and value.lstrip()[:1] not in ("{", '"', "'"):
@@ -115,7 +115,7 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
     return result
 
 
-def _options(words: list[str]) -> Iterator[tuple[str, str | None, list[str]]]:
+def each_option(words: list[str]) -> Iterator[tuple[str, str | None, list[str]]]:
     """Name, value (None without one) and the original words of each option; positional words as names."""
     i = 0
     while i < len(words):
@@ -141,7 +141,7 @@ def _nested(section: str, path: list[str], value: str) -> list[str]:
 def _merge(base: Any, change: Any) -> Any:
     """A configuration with a change on top: a mapping adds its fields, a name replaces everything."""
     if isinstance(change, str) and Path(change).suffix in (".yaml", ".yml"):
-        change = _read_yaml(change, "model.config")
+        change = read_yaml(change, "model.config")
     if isinstance(change, str):
         preset_fields(change)  # an unknown name is refused here, before anything is built
         return change
@@ -167,7 +167,12 @@ def _model_options(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return model if isinstance(model, Mapping) else {}
 
 
-def _read_yaml(path: str, option: str) -> Mapping[str, Any]:
+def read_yaml(path: str, option: str) -> Mapping[str, Any]:
+    """The mapping in a configuration file.
+
+    Raises:
+        UserError: a file that is missing, no YAML or no mapping; ``option`` is named.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -193,7 +198,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _load(value: str) -> Any:
+def load_value(value: str) -> Any:
+    """The value of a word: YAML, or the word itself where it is none."""
     try:
         return load_yaml(value)
     except yaml.YAMLError:

@@ -15,13 +15,15 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lit_llm.callbacks import PredictionWriter, RunCheckpoint, SaveConfig
-from lit_llm.checkpoint.find import CHECKPOINTS, Found, find_checkpoint, list_checkpoints
+from lit_llm.checkpoint.find import Found
 from lit_llm.checkpoint.load import describe
 from lit_llm.cli.arguments import Arguments, prepare_arguments
 from lit_llm.cli.explain import explain
 from lit_llm.cli.fit_tools import replay_file, schedule_picture
+from lit_llm.cli.place import CheckpointPlace
 from lit_llm.cli.processes import Children, is_first_process
-from lit_llm.cli.trainer import LOG_EVERY, RunTrainer, make_trainer, settle_strategy
+from lit_llm.cli.strategies import settle_strategy, strategy_words
+from lit_llm.cli.trainer import LOG_EVERY, RunTrainer, make_trainer
 from lit_llm.cli.yaml_text import dump_yaml
 from lit_llm.data import TokenDataModule
 from lit_llm.errors import UserError
@@ -49,7 +51,9 @@ def run_trainer_command(command: str, words: list[str]) -> int:
         sys.path.append(os.getcwd())  # a user's own classes, also when started as a script
     _set_up_messages()
     set_dumper("yaml", dump_yaml)
-    RunCLI(command, prepare_arguments(words, command)).run()
+    arguments = prepare_arguments(words, command)
+    arguments.words = strategy_words(arguments.words)
+    RunCLI(command, arguments).run()
     return 0
 
 
@@ -100,7 +104,7 @@ class RunCLI(LightningCLI):
         parser.add_argument(
             "--ckpt_path",
             type=str | None,
-            help=f"last, best or a file; last and best are looked for in the run's folder. Without it: {start}.",
+            help=f"last, best or a file; last and best are looked for in the run's checkpoints. Without it: {start}.",
         )
         parser.add_argument(
             "--weights_only",
@@ -135,41 +139,48 @@ class RunCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuses what can't run, and finds the checkpoint to start from."""
-        root = Path(self.config.trainer.default_root_dir)
-        if (line := settle_strategy(self.config.trainer)) is not None:
+        settings = self.config.trainer
+        root = Path(settings.default_root_dir)
+        if (line := settle_strategy(settings)) is not None:
             say(line)
         if self.command == "fit":
-            _check_writable(root)
-            self._say_what_may_surprise(root)
-        self.found = self._find_checkpoint(root)
+            _check_writable(root, "trainer.default_root_dir")
+            if self.config.checkpoint.dirpath and settings.enable_checkpointing is not False:
+                _check_writable(self._place.folder, "checkpoint.dirpath")
+            self._say_what_may_surprise()
+        self.found = self._find_checkpoint()
         if self.found is not None:
             self._fill_from(self.found)
+
+    @property
+    def _place(self) -> CheckpointPlace:
+        return CheckpointPlace(self.config.trainer.default_root_dir, self.config.checkpoint.dirpath)
 
     @property
     def _trains(self) -> bool:
         return self.command == "fit" and not self.arguments.print_schedule and self.arguments.replay is None
 
-    def _say_what_may_surprise(self, root: Path) -> None:
+    def _say_what_may_surprise(self) -> None:
         """An unbounded run, and one that starts afresh in the folder of another."""
         settings = self.config.trainer
         if not self._trains or settings.fast_dev_run:
             return
         if settings.max_steps == -1 and settings.max_epochs is None and settings.max_time is None:
             say("neither trainer.max_steps nor max_epochs is given, so Lightning trains 1,000 epochs; give one")
-        if self.config.ckpt_path is None and (earlier := list_checkpoints(root)[:1]):
-            say(f"{earlier[0]} is of an earlier run, which is left alone; --ckpt_path last would go on with it")
+        if self.config.ckpt_path is None and (earlier := self._place.newest()):
+            say(f"{earlier} is of an earlier run, which is left alone; --ckpt_path last would go on with it")
 
-    def _find_checkpoint(self, root: Path) -> Found | None:
+    def _find_checkpoint(self) -> Found | None:
         which = self.config.ckpt_path
         if self.arguments.print_schedule or (which is None and self._trains):
             return None
-        found = find_checkpoint(root, which or "last", weights_only=self.config.weights_only is not False)
+        found = self._place.find(which or "last", weights_only=self.config.weights_only is not False)
         if found is None:
-            place = root / CHECKPOINTS
+            place = self._place.folder
             if self.command != "fit":
                 raise UserError(
                     f"{self.command} needs a checkpoint and there is none in {place}; train one by `lit-llm fit`, or "
-                    "give --ckpt_path FILE or the run's --trainer.default_root_dir"
+                    "give --ckpt_path FILE or the run's --trainer.default_root_dir (or checkpoint.dirpath)"
                 )
             say(f"no checkpoint in {place}: {'training starts afresh' if self._trains else 'the initial weights'}")
             return None
@@ -246,7 +257,7 @@ class RunCLI(LightningCLI):
                     **options,
                 )
             except SystemExit:
-                if trainer.state.fn == "fit" and list_checkpoints(trainer.default_root_dir):
+                if trainer.state.fn == "fit" and self._place.newest():
                     say("the same command with --ckpt_path last goes on")
                 raise
             except RuntimeError as error:
@@ -268,7 +279,8 @@ class RunCLI(LightningCLI):
         """Says where the results lie."""
         root = self.trainer.default_root_dir
         if self.command == "fit":
-            print(f"run: {root}" + "".join(f", last checkpoint: {path}" for path in list_checkpoints(root)[:1]))
+            newest = self._place.newest()
+            print(f"run: {root}" + ("" if newest is None else f", last checkpoint: {newest}"))
         for callback in getattr(self.trainer, "callbacks", []):
             if isinstance(callback, PredictionWriter):
                 print(f"{callback.records} completion{'' if callback.records == 1 else 's'} in {callback.output}")
@@ -328,14 +340,14 @@ def _fields(config: Any) -> dict[str, Any]:
     return {**preset, **given}
 
 
-def _check_writable(folder: Path) -> None:
+def _check_writable(folder: Path, option: str) -> None:
     place = folder.absolute()
-    while not place.exists():
+    while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir():
-        raise UserError(f"trainer.default_root_dir {folder}: {place} is a file, not a folder; choose another")
+        raise UserError(f"{option} {folder}: {place} is a file, not a folder; choose another")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"trainer.default_root_dir {folder}: {place} can't be written to; choose another")
+        raise UserError(f"{option} {folder}: {place} can't be written to; choose another")
 
 
 def _known_names(parser: LightningArgumentParser, classes: dict[str, str]) -> set[str]:

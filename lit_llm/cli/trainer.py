@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lit_llm.callbacks import PredictionWriter, ProgressLines
@@ -19,8 +20,6 @@ from lit_llm.parallel.strategy import MeshStrategy
 
 PREDICTIONS = "predictions.jsonl"
 LOG_EVERY = 10
-MESH = "lit_llm.parallel.MeshStrategy"
-_OURS = {name: f"lit_llm.parallel.{name}" for name in ("MeshStrategy", "DataParallelStrategy")}
 
 
 class RunTrainer(Trainer):
@@ -79,32 +78,22 @@ def follow_torchrun(settings: dict[str, Any]) -> None:
         )
 
 
-def settle_strategy(settings: Any) -> str | None:
-    """Turns ``fsdp`` into MeshStrategy over all devices.
+def _check_slurm(devices: Any, nodes: int) -> None:
+    """Refuses other numbers than those of the processes that srun has started; Lightning would wait, or run each alone.
 
-    Args:
-        settings: the Trainer's, changed in place.
-
-    Returns:
-        A line for the user, if something was changed.
-
-    Raises:
-        UserError: another of Lightning's ways to shard.
+    Lightning's own check runs only where it starts the processes itself.
     """
-    strategy = settings.strategy
-    name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
-    if name == "fsdp":
-        settings.strategy = Namespace(class_path=MESH, init_args=Namespace(shard="auto"))
-        return f"trainer.strategy fsdp: {MESH} with shard auto, over all devices"
-    if isinstance(strategy, str) and (strategy in _OURS or "." in strategy):  # a class without options is a mere text
-        settings.strategy = Namespace(class_path=_OURS.get(strategy, strategy), init_args=Namespace())
-    if name.startswith("fsdp") or name.endswith((".FSDPStrategy", ".ModelParallelStrategy")) or name == "FSDPStrategy":
-        more = " and cpu_offload true" if "offload" in name else ""
+    tasks, machines = (os.environ.get(f"SLURM_{name}") for name in ("NTASKS_PER_NODE", "NNODES"))
+    if tasks is None and (count := os.environ["SLURM_NTASKS"]) != "1":
+        raise UserError(f"SLURM's --ntasks {count} says not how many run on a node; give --ntasks-per-node instead")
+    if tasks is not None and tasks != str(devices):
         raise UserError(
-            f"trainer.strategy {name} can't keep the numbers of one process; use trainer.strategy {MESH} with "
-            f"trainer.strategy.shard auto{more}"
+            f"trainer.devices {devices} does not match SLURM's --ntasks-per-node {tasks}; give both the same number"
         )
-    return None
+    if machines is not None and machines != str(nodes):
+        raise UserError(
+            f"trainer.num_nodes {nodes} does not match SLURM's --nodes {machines}; give both the same number"
+        )
 
 
 def make_trainer(
@@ -154,7 +143,14 @@ def make_trainer(
         raise UserError("trainer.precision 16-mixed does not exist with MeshStrategy; use bf16-mixed or 32-true")
     try:
         trainer = RunTrainer(**{**settings, "callbacks": callbacks})
+        alone = isinstance(trainer.strategy, SingleDeviceStrategy) and "SLURM_STEP_ID" not in os.environ  # no srun
+        if isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment) and not alone:
+            _check_slurm(trainer.num_devices, trainer.num_nodes)
     except UserError:
+        raise
+    except (IndexError, RuntimeError):
+        if SLURMEnvironment.detect() and "TORCHELASTIC_RUN_ID" not in os.environ:
+            _check_slurm(settings["devices"], settings["num_nodes"])
         raise
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())}") from error

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_llm.checkpoint.average import plain_name
-from lit_llm.checkpoint.copies import snapshot
+from lit_llm.checkpoint.copies import gather, snapshot
+from lit_llm.checkpoint.disk import new_names_only, replaces
 from lit_llm.checkpoint.find import read_checkpoint
-from lit_llm.checkpoint.folder import Stored
 from lit_llm.checkpoint.placing import place_weights, placeholders
 from lit_llm.checkpoint.sharded import load_content, prepare_write
 from lit_llm.checkpoint.sharded_write import identity
+from lit_llm.checkpoint.stored import Stored
 from lit_llm.checkpoint.team import Team
 from lit_llm.checkpoint.write import BackgroundWrite, SafeCheckpointIO, write_checkpoint
 
@@ -53,6 +54,11 @@ class ShardedCheckpoints(_Base):
 
     # Saving
 
+    @property
+    def saves_parts(self) -> bool:
+        """Whether DTensors in callbacks' states are saved as they are, each process its part."""
+        return self._save_distributed_checkpoint
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Tensors and DTensors by plain name; for one file whole ones, on rank 0 alone. All processes call it."""
         assert self.lightning_module is not None
@@ -78,6 +84,8 @@ class ShardedCheckpoints(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Writes a checkpoint; all processes call it, and return when it is there.
 
+        One at its name is replaced, but see :func:`lit_llm.checkpoint.disk.new_names_only`.
+
         Raises:
             TypeError: ``storage_options`` are given.
             CheckpointWriteError: it can't be written; on all processes.
@@ -89,9 +97,10 @@ class ShardedCheckpoints(_Base):
     def write_in_background(self, content: dict[str, Any], path: str | Path) -> BackgroundWrite:
         """Writes a checkpoint while training goes on, out of copies in CPU memory; all processes call it.
 
-        What fails on one process is the error on all.
+        What fails on one process is the error on all, and so is a name that is taken when it is written.
         """
-        return BackgroundWrite(self._writer(content, self.broadcast(os.fspath(path)), copy=True))
+        with new_names_only():
+            return BackgroundWrite(self._writer(content, self.broadcast(os.fspath(path)), copy=True))
 
     def _writer(self, content: dict[str, Any], path: str, *, copy: bool) -> Callable[[], None]:
         team = self._team()
@@ -99,7 +108,8 @@ class ShardedCheckpoints(_Base):
             return prepare_write(content, path, self._optimizer_names(), group=team.group, copy=copy)
         if team.rank == 0 and copy:
             content = snapshot(content)
-        return lambda: team.first(lambda: write_checkpoint(content, path))
+        replace = replaces()
+        return lambda: team.first(lambda: write_checkpoint(content, path, replace=replace))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a file or a folder, by rank 0; a kill in between leaves no half checkpoint under its name."""
@@ -178,14 +188,8 @@ class _Gather:
             return value
         key = identity(value)
         if key not in self._known:
-            self._known[key] = self._whole(value.detach())
+            self._known[key] = gather(value, keeps=self.keeps)
         return self._known[key]
-
-    def _whole(self, tensor: Any) -> Tensor:
-        if hasattr(tensor, "full_tensor"):
-            kind = tensor.device_mesh.device_type  # which its processes talk over, wherever it is kept
-            tensor = (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()
-        return tensor.cpu() if self.keeps else torch.empty(0)
 
 
 def _plain_optimizer(optimizer: Any) -> Optimizer:

@@ -114,7 +114,8 @@ class SavedState(_Base):
                 rank_zero_info("weights: the average of WeightAverage, by which fit validated")
                 checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
         elif AVERAGE_KEY in (checkpoint.get("callbacks") or {}) and not any(
-            getattr(one, "state_key", "") == AVERAGE_KEY for one in self._trainer.callbacks
+            getattr(one, "state_key", "") == AVERAGE_KEY
+            for one in self._trainer.callbacks  # type: ignore[attr-defined]
         ):
             rank_zero_warn(
                 "the checkpoint has averaged weights, which this run does not go on with: it has no WeightAverage; add "
