@@ -381,7 +381,7 @@ class LitLLM(SavedState, L.LightningModule):
         if not isinstance(strategy, ModelParallelStrategy) or isinstance(strategy, MeshStrategy):
             return
         whole = [name for name, p in self.named_parameters() if p.requires_grad and not is_sharded(p)]
-        if whole and strategy.world_size > 1:
+        if whole and strategy.distributed_sampler_kwargs["num_replicas"] > 1:
             raise UserError(
                 f"{type(strategy).__name__} splits nothing by itself, so each rank would train a model of its own "
                 f"({whole[0]} is not split); use lit_llm.parallel.MeshStrategy, or split it in configure_model"

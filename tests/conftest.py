@@ -70,11 +70,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def no_process_group() -> Iterator[None]:
-    """Leaves none behind, which a strategy makes for one process too."""
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """Leaves no process group behind, and no variables that would tell the next process to be one of several."""
+    before = dict(os.environ)
     yield
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)

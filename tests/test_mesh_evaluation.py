@@ -172,7 +172,6 @@ def test_layouts_that_do_not_fit_are_refused_before_anything_starts(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("no_process_group")
 def test_one_process_is_left_as_it_is(tmp_path: Path) -> None:
     lit = LitLLM(config=MODEL, vocab_size=VOCAB, seq_len=SEQ)
     run = trainer(str(tmp_path), devices=1, strategy=MeshStrategy(), max_steps=2)

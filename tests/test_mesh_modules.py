@@ -186,6 +186,65 @@ class Remembers(Own):
         return torch.optim.AdamW(self.kept)
 
 
+class Refers(Own):
+    """Second names of what the model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early: nn.Module | None = None
+
+    def build(self) -> None:
+        self.early = self.transformer.layers[1].mlp
+        self.last, self.all = self.transformer.norm, nn.ModuleList([self.transformer.layers[0]])
+
+
+class Scalar(Own):
+    """A parameter without a dimension."""
+
+    def build(self) -> None:
+        self.gain = nn.Module()
+        self.gain.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Listed(Own):
+    """Parameters without a module."""
+
+    def build(self) -> None:
+        self.gains = nn.ParameterList([nn.Parameter(torch.ones(4))])
+
+
+class Mixed(Own):
+    """Two dtypes in one module."""
+
+    def build(self) -> None:
+        self.router = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
+
+
+class Frozen(Own):
+    """A frozen parameter of its own, in the optimizer."""
+
+    def build(self) -> None:
+        self.gain = nn.Parameter(torch.ones(4), requires_grad=False)
+
+
+def uneven_heads(folder: str, ranks: int, strategy: Any) -> list[float]:
+    """A rank without any batch, and a module beside the Transformer."""
+    rank, lit = int(os.environ.get("RANK", "0")), Heads()
+    batches = micro_batches(2) if rank == 0 else []
+    run = trainer(folder, devices=ranks, strategy=strategy())
+    return [run.validate(lit, DataLoader(Some(batches), batch_size=None), verbose=False)[0]["val/loss"]]
+
+
+class Some(torch.utils.data.IterableDataset[Any]):
+    """Batches of which nobody knows how many there are."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
 class Picks(Heads):
     """An optimizer by class."""
 
@@ -202,7 +261,9 @@ def rank_uses(folder: str, ranks: int) -> dict[str, Any]:
     for name, use in USES.items():
         found[f"shard {name}"] = use(folder, ranks, MeshStrategy)
         found[f"replicate {name}"] = use(folder, ranks, lambda: MeshStrategy(replicate=ranks))
-    for kind in (Late, Tied, Hooked, Remembers):
+    found["uneven heads"] = uneven_heads(folder, ranks, MeshStrategy)
+    found["refers"] = fitted(folder, ranks, Refers(), MeshStrategy())
+    for kind in (Late, Tied, Hooked, Remembers, Scalar, Listed, Mixed, Frozen):
         found[kind.__name__] = refusal(folder, ranks, kind(), MeshStrategy())
     for kind in (torch.optim.Adafactor, torch.optim.Muon):
         found[kind.__name__] = refusal(folder, ranks, Picks(kind), MeshStrategy())
@@ -243,6 +304,14 @@ def test_a_users_own_module_trains_as_in_one_process(two_ranks: Any, tmp_path: P
             assert rank[f"{layout} {name}"] == pytest.approx(alone, rel=2e-6, abs=1e-5)
 
 
+def test_second_names_and_a_rank_without_batches(two_ranks: Any, tmp_path: Path) -> None:
+    refers = fitted(str(tmp_path), 1, Refers(), "auto")
+    heads = uneven_heads(str(tmp_path), 1, lambda: "auto")
+    for rank in two_ranks:
+        assert rank["refers"] == pytest.approx(refers, rel=2e-6, abs=1e-5)
+        assert rank["uneven heads"] == pytest.approx(heads, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -250,6 +319,10 @@ def test_a_users_own_module_trains_as_in_one_process(two_ranks: Any, tmp_path: P
         ("Tied", "weight of Linear is also embed_tokens.weight of another child"),
         ("Hooked", "the hook on the gradient of model.embed_tokens.weight would never run"),
         ("Remembers", "AdamW has a parameter of shape (61, 32) that is none of the model's"),
+        ("Scalar", "Scalar: Module has the parameter scale of no dimension"),
+        ("Listed", "Listed: ParameterList has no forward"),
+        ("Mixed", "Mixed: Sequential mixes parameters of bfloat16, float32"),
+        ("Frozen", "AdamW has gain, which lies in no module of its own"),
         ("Adafactor", "Adafactor can't step the parts of split parameters"),
         ("Muon", "Muon can't step heads.0.weight of 1 rows on 2 shards"),
         ("other layout", "the model is split 2 by another strategy before, and can't be split 2 x 1 now"),

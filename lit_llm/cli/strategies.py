@@ -47,7 +47,10 @@ class _Choice:
             name = value.get("class_path")
             if name is not None and (_find_class(str(name)) or name) is not (_find_class(self.name) or self.name):
                 self._replace(str(name), typed)
-            self.options.update({**rest, **(value.get("init_args") or {})})
+            inner = value.get("init_args") or {}
+            if not isinstance(inner, Mapping):
+                raise UserError(f"trainer.strategy.init_args: {inner!r} does not fit; give a mapping of options")
+            self.options.update({**rest, **inner})
         elif value is None or isinstance(value, str):
             self._replace(value or "auto", typed)
         else:
@@ -60,6 +63,9 @@ class _Choice:
 
     def add(self, path: list[str], value: Any) -> None:
         """A single typed option, or one of an object that is an option."""
+        if path == ["init_args"]:
+            self.take({"init_args": value}, typed=True)
+            return
         first, *more = [part for part in path if part != "init_args"]
         for options in (self.options, self._early) if self.name == "auto" else (self.options,):
             if not more:

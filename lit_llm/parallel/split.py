@@ -34,6 +34,7 @@ def split_module(module: nn.Module, sharding: Sharding, root_device: torch.devic
         if any(is_sharded(p) for p in parameters):
             _refuse_other_layout(unit, sharding)
             continue
+        _refuse_shapes(module, unit)
         _broadcast(parameters, root_device)
         if isinstance(unit, Transformer):
             parallelize(
@@ -56,11 +57,17 @@ def split_module(module: nn.Module, sharding: Sharding, root_device: torch.devic
     _broadcast([*whole.values(), *module.buffers()], root_device)
 
 
-def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """The children that have parameters, of containers theirs."""
+def _units(module: nn.Module) -> list[nn.Module]:
+    """The children that have parameters, of containers theirs; not what is a part of another one, nor one twice."""
+    found: dict[int, nn.Module] = {id(unit): unit for unit in _children(module)}
+    inside = {id(part) for unit in found.values() for part in unit.modules() if part is not unit}
+    return [unit for key, unit in found.items() if key not in inside]
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _units(child)
+            yield from _children(child)
         elif any(True for _ in child.parameters()):
             yield child
 
@@ -84,6 +91,22 @@ def _refuse_shared(module: nn.Module) -> None:
                     f"{type(module).__name__}: {name} of {type(unit).__name__} is also {known} of another child; "
                     "MeshStrategy would split the two apart: put both users of a shared parameter into one module"
                 )
+
+
+def _refuse_shapes(module: nn.Module, unit: nn.Module) -> None:
+    """What one ``fully_shard`` does not take."""
+    named = dict(unit.named_parameters())
+    where = f"{type(module).__name__}: {type(unit).__name__}"
+    for name, parameter in named.items():
+        if parameter.ndim == 0:
+            raise UserError(
+                f"{where} has the parameter {name} of no dimension, which can't be split; give it shape (1,)"
+            )
+    if isinstance(unit, nn.ParameterList | nn.ParameterDict):
+        raise UserError(f"{where} has no forward in which its parameters could be gathered; put them into a module")
+    if not isinstance(unit, Transformer) and len({parameter.dtype for parameter in named.values()}) > 1:
+        kinds = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in named.values()}))
+        raise UserError(f"{where} mixes parameters of {kinds}, which can't be split as one; make a module of each kind")
 
 
 def _refuse_hooks(module: nn.Module) -> None:
@@ -125,6 +148,11 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module, shard: int) -> None
                     raise UserError(
                         f"{kind} has a parameter of shape {tuple(parameter.shape)} that is none of the model's: it was "
                         "remembered before the model was split; take self.parameters() in configure_optimizers"
+                    )
+                if not is_sharded(parameter):
+                    raise UserError(
+                        f"{kind} has {name}, which lies in no module of its own, so its gradient would not be averaged "
+                        "once it is trained; put it into a module, or leave it out of the optimizer"
                     )
                 if kind == "Muon" and parameter.shape[0] < shard:
                     raise UserError(

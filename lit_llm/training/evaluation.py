@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.fsdp import FSDPModule
 
 from lit_llm.model import Transformer
 from lit_llm.parallel.lockstep import Lockstep
@@ -83,6 +84,11 @@ class EvaluationLockstep(Callback):
             models = [part for part in module.modules() if isinstance(part, Transformer)]
             models = [model for model in models if any(is_sharded(p) for p in model.parameters())]
             if models:
+                # What lies beside stays gathered, so that it asks nothing of a rank that is done.
+                inside = {id(part) for model in models for part in model.modules()}
+                for part in module.modules():
+                    if isinstance(part, FSDPModule) and id(part) not in inside:
+                        part.unshard()
                 self._lockstep = Lockstep(models, strategy.shard_group)
                 self._lockstep.start()
 
