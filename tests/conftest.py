@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,11 +73,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """Leaves no process group behind, and no variables that would tell the next process to be one of several."""
-    before = dict(os.environ)
+    """Leaves nothing behind that would tell what comes next to be one of several processes."""
+    before, rank = dict(os.environ), getattr(_rank_zero(), "rank", None)
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+    if _rank_zero() is not None:
+        _rank_zero().rank = rank or 0
+
+
+def _rank_zero() -> Any:
+    """What Lightning's messages and loggers ask for the rank, if it has been imported."""
+    return getattr(sys.modules.get("lightning_utilities.core.rank_zero"), "rank_zero_only", None)

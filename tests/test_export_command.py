@@ -49,6 +49,19 @@ def test_averaged_weights_are_taken_where_the_run_validated_with_them(tmp_path: 
                 assert torch.equal(found, torch.full_like(value, 0.5) if averaged else value)
 
 
+def test_a_damaged_checkpoint_is_named_when_it_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    torch.save(checkpoint(transformer(), None), place / "step-1.ckpt")
+    assert open_weights(tmp_path).path == place / "step-1.ckpt"
+    assert not caplog.records
+    (place / "step-2.ckpt").mkdir()  # cut short, and newer
+    assert open_weights(tmp_path).path == place / "step-1.ckpt"
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith(f"passed over: {place / 'step-2.ckpt'}")
+    assert "complete.json is missing" in told
+
+
 def peak(action: Any) -> int:
     """Bytes by which the process grows at most during an action, files that are mapped into it included."""
     status = Path("/proc/self/status")

@@ -38,7 +38,7 @@ class Found:
 
 def newest_checkpoint(folder: str | Path) -> Path | None:
     """The file of a folder that was completed last, of those that can be read; None if there is none."""
-    for path in _listed(Path(folder)):
+    for path in list_folder(Path(folder)):
         with suppress(UserError):
             read_checkpoint(path)
             return path
@@ -50,10 +50,11 @@ def list_checkpoints(run_folder: str | Path) -> list[Path]:
 
     By modification time, then by the step in the name. Files that a save has not finished carry another ending.
     """
-    return _listed(Path(run_folder) / CHECKPOINTS)
+    return list_folder(Path(run_folder) / CHECKPOINTS)
 
 
-def _listed(folder: Path) -> list[Path]:
+def list_folder(folder: Path) -> list[Path]:
+    """As :func:`list_checkpoints`, given the folder in which they lie."""
     adopt_complete(folder)
     files = []
     for path in folder.glob(f"*{SUFFIX}"):
@@ -84,21 +85,25 @@ def find_checkpoint(run_folder: str | Path, which: str, *, weights_only: bool = 
     Raises:
         UserError: no such file, none that can be read, or no best one.
     """
+    return find_in_folder(Path(run_folder) / CHECKPOINTS, which, weights_only=weights_only)
+
+
+def find_in_folder(folder: Path, which: str, *, weights_only: bool = True) -> Found | None:
+    """As :func:`find_checkpoint`, given the folder in which the checkpoints lie."""
     if which not in ("last", "best"):
         return Found(Path(which), read_checkpoint(which, weights_only=weights_only))
-    files = list_checkpoints(run_folder)
+    files = list_folder(folder)
     if which == "best":
-        return _best(files, run_folder, weights_only)
+        return _best(files, folder, weights_only)
     skipped: list[str] = []
     for found in _readable(files, skipped, weights_only):
         return found
     if skipped:
-        raise UserError(f"no checkpoint in {Path(run_folder) / CHECKPOINTS} can be read: {skipped[0]}")
+        raise UserError(f"no checkpoint in {folder} can be read: {skipped[0]}")
     return None
 
 
-def _best(files: list[Path], run_folder: str | Path, weights_only: bool) -> Found:
-    place = Path(run_folder) / CHECKPOINTS
+def _best(files: list[Path], place: Path, weights_only: bool) -> Found:
     if not files:
         raise UserError(f"no checkpoint in {place}; train one by `lit-llm fit`, or give a path")
     skipped: list[str] = []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -20,8 +19,7 @@ from lit_llm.checkpoint.families import Family, family_of
 from lit_llm.checkpoint.hf_tokenizer import tokenizer_files
 from lit_llm.checkpoint.tensor_files import INDEX_FILE, Planned, write_shards
 from lit_llm.data.conversation import turn_end_ids
-from lit_llm.data.lock import HeldError, locked
-from lit_llm.data.new_folder import _beside, _clear, _filled
+from lit_llm.data.new_folder import new_folder
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.data.tokenizer_json import CARRIED_FILES, TEMPLATE_FILE
 from lit_llm.data.tokenizer_json import CONFIG_FILE as TOKENIZER_CONFIG_FILE
@@ -122,13 +120,13 @@ def export(
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in planned))
-    with _export_folder(Path(folder)) as new_folder:
+    with new_folder(Path(folder), check_output, "lit-llm export") as fresh:
         texts = {} if tokenizer is None else tokenizer_files(tokenizer)
         for name, text in texts.items():
-            (new_folder / name).write_bytes(text.encode("utf-8"))
+            (fresh / name).write_bytes(text.encode("utf-8"))
         for name, content in _configurations(family, config, tokenizer, widest).items():
-            (new_folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        files = write_shards(new_folder, planned, max_bytes, read)
+            (fresh / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        files = write_shards(fresh, planned, max_bytes, read)
     return Exported(
         Path(folder),
         family.architecture,
@@ -252,25 +250,6 @@ def _ends(eos: int | list[int] | None, tokenizer: Tokenizer | None) -> int | lis
     with suppress(UserError):  # a template that renders no chat
         own = [*own, *(i for i in (turn_end_ids(tokenizer) if tokenizer is not None else []) if i not in own)]
     return own[0] if len(own) == 1 else own or None
-
-
-@contextmanager
-def _export_folder(target: Path) -> Iterator[Path]:
-    """A fresh folder, renamed onto ``target`` when the block ends well: `lit_llm.data.new_folder` for exports."""
-    target = Path(os.path.realpath(target))
-    check_output(target)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target):
-            _clear(target, "tmp", *(["old"] if target.exists() else []))
-            folder = _beside(target, "tmp")
-            folder.mkdir()
-            with _filled(folder, target):
-                yield folder
-    except HeldError as error:
-        raise UserError(f"{target} is being written by another export; wait, or choose another --output") from error
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror or error}; choose another --output") from error
 
 
 def check_output(target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from lit_llm.errors import UserError
 from lit_llm.model import ModelConfig, Transformer
 
 PREFIX = "model."
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -147,6 +149,8 @@ def _open(source: Path) -> tuple[Path, dict[str, Any]]:
         if found is None:
             raise UserError(f"no checkpoint in {run / CHECKPOINTS}; train one by `lit-llm fit`, or give a checkpoint")
     assert found is not None
+    for line in found.skipped:
+        logger.warning("passed over: %s", line)
     return found.path, found.content
 
 

@@ -15,12 +15,11 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lit_llm.callbacks import PredictionWriter, RunCheckpoint, SaveConfig
-from lit_llm.checkpoint.find import Found
+from lit_llm.checkpoint.find import CHECKPOINTS, Found, find_in_folder, list_folder
 from lit_llm.checkpoint.load import describe
 from lit_llm.cli.arguments import Arguments, prepare_arguments
 from lit_llm.cli.explain import explain
 from lit_llm.cli.fit_tools import replay_file, schedule_picture
-from lit_llm.cli.place import CheckpointPlace
 from lit_llm.cli.processes import Children, is_first_process
 from lit_llm.cli.strategies import settle_strategy, strategy_words
 from lit_llm.cli.trainer import LOG_EVERY, RunTrainer, make_trainer
@@ -146,15 +145,21 @@ class RunCLI(LightningCLI):
         if self.command == "fit":
             _check_writable(root, "trainer.default_root_dir")
             if self.config.checkpoint.dirpath and settings.enable_checkpointing is not False:
-                _check_writable(self._place.folder, "checkpoint.dirpath")
+                _check_writable(self._place, "checkpoint.dirpath")
             self._say_what_may_surprise()
         self.found = self._find_checkpoint()
         if self.found is not None:
             self._fill_from(self.found)
 
     @property
-    def _place(self) -> CheckpointPlace:
-        return CheckpointPlace(self.config.trainer.default_root_dir, self.config.checkpoint.dirpath)
+    def _place(self) -> Path:
+        """Where the run's checkpoints lie."""
+        elsewhere = self.config.checkpoint.dirpath
+        root = Path(self.config.trainer.default_root_dir)
+        return Path(elsewhere).expanduser() if elsewhere else root / CHECKPOINTS
+
+    def _newest(self) -> Path | None:
+        return next(iter(list_folder(self._place)), None)
 
     @property
     def _trains(self) -> bool:
@@ -167,16 +172,16 @@ class RunCLI(LightningCLI):
             return
         if settings.max_steps == -1 and settings.max_epochs is None and settings.max_time is None:
             say("neither trainer.max_steps nor max_epochs is given, so Lightning trains 1,000 epochs; give one")
-        if self.config.ckpt_path is None and (earlier := self._place.newest()):
+        if self.config.ckpt_path is None and (earlier := self._newest()):
             say(f"{earlier} is of an earlier run, which is left alone; --ckpt_path last would go on with it")
 
     def _find_checkpoint(self) -> Found | None:
         which = self.config.ckpt_path
         if self.arguments.print_schedule or (which is None and self._trains):
             return None
-        found = self._place.find(which or "last", weights_only=self.config.weights_only is not False)
+        found = find_in_folder(self._place, which or "last", weights_only=self.config.weights_only is not False)
         if found is None:
-            place = self._place.folder
+            place = self._place
             if self.command != "fit":
                 raise UserError(
                     f"{self.command} needs a checkpoint and there is none in {place}; train one by `lit-llm fit`, or "
@@ -257,7 +262,7 @@ class RunCLI(LightningCLI):
                     **options,
                 )
             except SystemExit:
-                if trainer.state.fn == "fit" and self._place.newest():
+                if trainer.state.fn == "fit" and self._newest():
                     say("the same command with --ckpt_path last goes on")
                 raise
             except RuntimeError as error:
@@ -279,7 +284,7 @@ class RunCLI(LightningCLI):
         """Says where the results lie."""
         root = self.trainer.default_root_dir
         if self.command == "fit":
-            newest = self._place.newest()
+            newest = self._newest()
             print(f"run: {root}" + ("" if newest is None else f", last checkpoint: {newest}"))
         for callback in getattr(self.trainer, "callbacks", []):
             if isinstance(callback, PredictionWriter):

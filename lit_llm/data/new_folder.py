@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,11 +22,18 @@ PICTURE_FILE = "lengths.png"  # what `lit-llm inspect` puts beside the shards
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def new_folder(
+    target: Path, check: Callable[[Path], None] | None = None, writer: str = "lit-llm prepare"
+) -> Iterator[Path]:
     """A fresh folder beside ``target`` that is renamed onto it when the block ends well, and removed otherwise.
 
-    A store that lies at ``target`` stays until then and is replaced as a whole. All files reach the disk before the
+    What lies at ``target`` stays until then and is replaced as a whole. All files reach the disk before the
     rename. One process at a time makes a folder of that name, and clears away what a killed one left.
+
+    Args:
+        target: the folder.
+        check: refuses what must not be replaced; None: anything but a store.
+        writer: the command, for the message that another one is at it.
 
     Raises:
         UserError: ``target`` is a file, a folder that is no store or holds other files too, cannot be written, or is
@@ -38,7 +45,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             f"{target} is a mount point, which cannot be replaced as a whole; choose a folder in it, such as "
             f"{target / 'store'}"
         )
-    _check_target(target)
+    (check or _check_target)(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked(target):
@@ -49,8 +56,7 @@ def new_folder(target: Path) -> Iterator[Path]:
                 yield folder
     except HeldError as error:
         raise UserError(
-            f"{target} is being written by another lit-llm prepare; wait until that has ended, or choose another "
-            "--output"
+            f"{target} is being written by another {writer}; wait until that has ended, or choose another --output"
         ) from error
     except OSError as error:
         raise UserError(f"cannot write {target}: {_reason(error)}; choose another --output") from error
