@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -14,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lit_llm.checkpoint.average import plain_name
 from lit_llm.checkpoint.families import Family, family_of
+from lit_llm.checkpoint.families.layout import Theirs, shapes_of
 from lit_llm.checkpoint.hf_tokenizer import tokenizer_files
+from lit_llm.checkpoint.model_weights import ModelWeights
 from lit_llm.checkpoint.tensor_files import INDEX_FILE, Planned, write_shards
 from lit_llm.data.conversation import turn_end_ids
 from lit_llm.data.new_folder import new_folder
@@ -85,6 +87,7 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
+    generation: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Writes a folder that transformers' ``from_pretrained`` loads: weights, configurations and tokenizer.
 
@@ -99,6 +102,7 @@ def export(
         tokenizer: whose files go with it, and whose ids the configuration takes where it has none.
         dtype: of the weights; None: as they are.
         max_shard_size: bytes of weights in a file, or text such as ``5GB`` (10^9 bytes) or ``500MiB``.
+        generation: keys of the generation_config.json that the model came with, which are passed on.
 
     Raises:
         UserError: no family has such a model, tensors that do not fit the configuration, values that ``dtype`` cannot
@@ -107,26 +111,20 @@ def export(
     max_bytes = shard_bytes(max_shard_size)
     family = family_of(config)
     _check(weights, config)
-    merged = family.tensors(weights.names())
+    theirs = family.tensors(config)
     planned = []
-    for name, parts in merged.items():
-        shapes = [weights.shape(part) for part in parts]
-        own = reduce(torch.promote_types, (weights.dtype(part) for part in parts))
-        new = dtype if dtype is not None and own.is_floating_point else own
-        planned.append(Planned(name, (sum(shape[0] for shape in shapes), *shapes[0][1:]), new))
-
-    def read(tensor: Planned) -> Tensor:
-        parts = [_converted(weights.read(part), tensor.dtype, part) for part in merged[tensor.name]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
+    for name, one in theirs.items():
+        own = reduce(torch.promote_types, (weights.dtype(segment.ours) for segment in one.segments))
+        planned.append(Planned(name, one.shape, dtype if dtype is not None and own.is_floating_point else own))
+    assemble = _Assembly(weights)
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in planned))
     with new_folder(Path(folder), check_output, "lit-llm export") as fresh:
         texts = {} if tokenizer is None else tokenizer_files(tokenizer)
         for name, text in texts.items():
             (fresh / name).write_bytes(text.encode("utf-8"))
-        for name, content in _configurations(family, config, tokenizer, widest).items():
+        for name, content in _configurations(family, config, tokenizer, widest, generation).items():
             (fresh / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        files = write_shards(fresh, planned, max_bytes, read)
+        files = write_shards(fresh, planned, max_bytes, lambda tensor: assemble(theirs[tensor.name], tensor.dtype))
     return Exported(
         Path(folder),
         family.architecture,
@@ -146,13 +144,19 @@ def save_pretrained(
     tokenizer: Tokenizer | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
+    generation: Mapping[str, Any] | None = None,
 ) -> Exported:
     """:func:`export` of a Transformer in memory.
 
+    Where its weights are spread over processes all of them call it; the first one writes, to which the others send
+    tensor after tensor, and all return when the folder is there.
+
     Raises:
-        UserError: as there; and a model whose weights are spread over processes, or on no device.
+        UserError: as there, on all processes; and a model on the meta device.
     """
-    return export(_OfModel(model), model.config, folder, tokenizer, dtype=dtype, max_shard_size=max_shard_size)
+    weights = ModelWeights(model)
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "generation": generation}
+    return weights.together(lambda: export(weights, model.config, folder, tokenizer, **options))
 
 
 def shard_bytes(size: int | str) -> int:
@@ -168,36 +172,32 @@ def shard_bytes(size: int | str) -> int:
     return number
 
 
-class _OfModel:
-    """The weights of a model in memory."""
+class _Assembly:
+    """Makes their tensors out of ours.
 
-    def __init__(self, model: Transformer) -> None:
-        self._tensors = {plain_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
-        for name, tensor in self._tensors.items():
-            if hasattr(tensor, "device_mesh"):
-                raise UserError(
-                    f"{name} is spread over processes, which save_pretrained does not gather; save a checkpoint and "
-                    "export that: `lit-llm export CHECKPOINT --output FOLDER`"
-                )
-            if tensor.is_meta:
-                raise UserError(f"{name} is on the meta device: the model has no weights yet that could be saved")
+    What one of theirs was made of is kept for the next one: experts are stacked in ours and single tensors in theirs.
+    """
 
-    def names(self) -> list[str]:
-        return list(self._tensors)
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._held: dict[str, Tensor] = {}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].cpu()
+    def __call__(self, theirs: Theirs, dtype: torch.dtype) -> Tensor:
+        needed = {segment.ours for segment in theirs.segments}
+        self._held = {name: tensor for name, tensor in self._held.items() if name in needed}
+        for name in needed - set(self._held):
+            self._held[name] = self._weights.read(name)
+        parts = []
+        for segment in theirs.segments:
+            source = self._held[segment.ours]
+            source = source if segment.index is None else source[segment.index]
+            parts.append(_converted(source[segment.start : segment.stop], dtype, segment.ours))
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return rows.T.contiguous() if theirs.transposed else rows
 
 
 def _check(weights: Weights, config: ModelConfig) -> None:
-    with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
+    wanted = shapes_of(config)
     names = weights.names()
     for kind, differ in (("missing", set(wanted) - set(names)), ("unexpected", set(names) - set(wanted))):
         if differ:
@@ -225,7 +225,11 @@ def _converted(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _configurations(
-    family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dtype: torch.dtype
+    family: Family,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype,
+    carried: Mapping[str, Any] | None,
 ) -> dict[str, dict[str, Any]]:
     ids: dict[str, Any] = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     ids["pad_token_id"] = None  # said even so: some families have one by default, beyond a small vocabulary
@@ -236,11 +240,14 @@ def _configurations(
     word = str(dtype).removeprefix("torch.")
     keys = {**family.config_json(config), **ids, "dtype": word, "torch_dtype": word, "use_cache": True}
     keys |= {"transformers_version": _TRANSFORMERS, _MARK: 1}
-    generation = {**ids, "eos_token_id": _ends(ids["eos_token_id"], tokenizer), "transformers_version": _TRANSFORMERS}
+    own = {**ids, "eos_token_id": _ends(ids["eos_token_id"], tokenizer), "transformers_version": _TRANSFORMERS}
+    generation = dict(carried or {})
+    generation.pop("_from_model_config", None)  # else transformers takes config.json's word for it
+    generation |= {name: value for name, value in own.items() if value is not None or name not in generation}
     padding = list(range(config.generated_vocab_size, config.vocab_size))
     if padding:
         keys["unpadded_vocab_size"] = config.unpadded_vocab_size
-        generation["suppress_tokens"] = padding
+        generation["suppress_tokens"] = sorted({*(generation.get("suppress_tokens") or ()), *padding})
     return {CONFIG_FILE: keys, GENERATION_FILE: generation}
 
 

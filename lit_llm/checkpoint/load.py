@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lit_llm.checkpoint.average import Average, averaged_weights, plain_name
-from lit_llm.checkpoint.find import CHECKPOINTS, SUFFIX, find_checkpoint, list_checkpoints
+from lit_llm.checkpoint.find import CHECKPOINTS, SUFFIX, Found, find_checkpoint, list_checkpoints
+from lit_llm.checkpoint.hf_folder import HFFolder, is_hf_folder, is_hub_name, model_of, open_folder
 from lit_llm.checkpoint.marker import is_folder_checkpoint
+from lit_llm.checkpoint.pretrained import Pretrained
 from lit_llm.checkpoint.stored import Stored
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
@@ -24,13 +26,13 @@ logger = logging.getLogger(__name__)
 def load_model(
     source: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Transformer, Tokenizer]:
-    """The model of a run or of a checkpoint, ready to generate, with the tokenizer it was trained with.
+    """The model of a run, of a checkpoint or of a Hugging Face folder, ready to generate, with its tokenizer.
 
     The weights are the averaged ones where the run validated with them (WeightAverage).
 
     Args:
-        source: a run's folder, whose checkpoint completed last is taken, or a checkpoint: a file, or the folder of a
-            sharded one.
+        source: a run's folder, whose checkpoint completed last is taken; a checkpoint: a file, or the folder of a
+            sharded one; or a Hugging Face folder, or ``org/model`` of the hub.
         device: where the weights go; None: the first GPU, else the CPU.
         dtype: of the weights; None: as they were saved.
 
@@ -40,12 +42,17 @@ def load_model(
     """
     opened = open_weights(source)
     path, weights = opened.path, opened.weights
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if isinstance(weights, Pretrained):
+        if opened.tokenizer is None:
+            raise UserError(f"{path} holds no tokenizer (tokenizer.json), so there is no text to make; put one into it")
+        model = model_of(weights, dtype, target)
+        return model.requires_grad_(False), Tokenizer.from_files(opened.tokenizer)
     if opened.tokenizer is None:
         raise UserError(f"{path} holds no tokenizer: it was trained on data without one, so there is no text to make")
     with torch.device("meta"):
         model = Transformer(ModelConfig.from_dict(opened.config))
     _check_names(path, weights, model)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     read = {name: _moved(weights.read(name), target, dtype) for name in weights.names()}
     model.load_state_dict(read, assign=True)
     return model.eval().requires_grad_(False), Tokenizer.from_files(opened.tokenizer)
@@ -92,23 +99,25 @@ class Weights:
 
 
 class Opened(NamedTuple):
-    """A checkpoint whose weights have not been read yet.
+    """A checkpoint or a Hugging Face folder whose weights have not been read yet.
 
     Attributes:
         config: fields of the model's configuration.
         tokenizer: its files, name to text; None: it has none.
         weights: the tensors.
-        path: of the file, or of the folder of a sharded one.
+        path: of the file, or of the folder.
+        generation: keys of the generation_config.json that the model came with; None: it came with none.
     """
 
     config: dict[str, Any]
     tokenizer: dict[str, str] | None
-    weights: Weights
+    weights: Weights | Pretrained
     path: Path
+    generation: dict[str, Any] | None = None
 
 
 def open_weights(source: str | Path) -> Opened:
-    """A checkpoint's model, to be read tensor by tensor and without what its optimizers remember.
+    """The model of a checkpoint or a Hugging Face folder, to be read tensor by tensor, without any optimizer's state.
 
     Args:
         source: as of :func:`load_model`.
@@ -116,11 +125,15 @@ def open_weights(source: str | Path) -> Opened:
     Raises:
         UserError: nothing there, a truncated or foreign checkpoint, or one of another model.
     """
-    path, content = _open(Path(source))
+    opened = _open(source)
+    if isinstance(opened, HFFolder):
+        files = None if opened.tokenizer is None else opened.tokenizer.to_files()
+        return Opened(opened.weights.config.to_dict(), files, opened.weights, opened.path, opened.generation)
+    path, content = opened.path, opened.content
     config, files = describe(content, path)
     if config is None:
         raise UserError(f"{path} holds another model than lit_llm's Transformer; load it with its own LightningModule")
-    return Opened(config, files, Weights(content), path)
+    return Opened(config, files, Weights(content), path, content["lit_llm"].get("generation_config"))
 
 
 def describe(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str, Any] | None, dict[str, str] | None]:
@@ -137,21 +150,29 @@ def describe(content: Mapping[str, Any], path: str | Path) -> tuple[dict[str, An
     return saved.get("config"), saved.get("tokenizer")
 
 
-def _open(source: Path) -> tuple[Path, dict[str, Any]]:
+def _open(given: str | Path) -> Found | HFFolder:
+    source = Path(given)
+    if is_hub_name(given):
+        return open_folder(given)
     is_run = source.is_dir() and ((source / CHECKPOINTS).is_dir() or source.suffix != SUFFIX)
+    if is_run and is_hf_folder(source) and not list_checkpoints(source):
+        return open_folder(source)
     if not is_run or is_folder_checkpoint(source):
         found = find_checkpoint(".", str(source))
     else:
         run = source.parent if source.name == CHECKPOINTS and not list_checkpoints(source) else source
         found = find_checkpoint(run, "last")
-        if found is None and (source / "config.json").exists():
-            raise UserError(f"{source} looks like a Hugging Face folder; reading those is not there yet")
+        if found is None and (any(source.glob("*.safetensors")) or (source / "adapter_config.json").is_file()):
+            return open_folder(source)  # which says what is missing
         if found is None:
-            raise UserError(f"no checkpoint in {run / CHECKPOINTS}; train one by `lit-llm fit`, or give a checkpoint")
+            raise UserError(
+                f"no checkpoint in {run / CHECKPOINTS}; train one by `lit-llm fit`, or give a checkpoint or a Hugging "
+                "Face folder (with config.json)"
+            )
     assert found is not None
     for line in found.skipped:
         logger.warning("passed over: %s", line)
-    return found.path, found.content
+    return found
 
 
 def _check_names(path: Path, weights: Weights, model: Transformer) -> None:

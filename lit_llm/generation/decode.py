@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lit_llm.errors import UserError
 from lit_llm.generation.config import GenerationConfig
-from lit_llm.generation.sampling import apply_repetition_penalty, prompt_key, sample, uniform
-from lit_llm.generation.text import TextStream, TextTokenizer
-from lit_llm.model import KVCache, ModelConfig, Transformer
-
-FinishReason = Literal["eos", "stop", "length"]
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """One completion.
-
-    Args:
-        tokens: the new ids, with the EOS id or the token that completed a stop text as the last one.
-        logprobs: per token its log-probability under the model's own distribution: before penalty, temperature and
-            filters, ids of the padded vocabulary excluded.
-        finish_reason: ``eos``; ``stop``: a stop text occurred; ``length``: max_new_tokens or the context is used up.
-        text: ``tokenizer.decode`` of the tokens without the EOS id, cut before the stop text; None without tokenizer.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
-    text: str | None = None
-
-    def record(self, index: int, prompt: Any) -> dict[str, Any]:
-        """The completion as one JSON object of predict's and generate's output."""
-        return {
-            "index": index,
-            "prompt": prompt,
-            "completion": self.text,
-            "tokens": self.tokens,
-            "finish_reason": self.finish_reason,
-            "logprobs": self.logprobs,
-        }
+from lit_llm.generation.rows import GenerationResult, Row
+from lit_llm.generation.sampling import apply_repetition_penalty, sample
+from lit_llm.generation.text import TextTokenizer
+from lit_llm.model import KVCache, Transformer
 
 
 @torch.no_grad()
@@ -66,7 +33,8 @@ def prefill(
         (rows, vocab_size) logits behind the last real token of each row.
 
     Raises:
-        UserError: lengths that do not fit, or more tokens than the cache has room for.
+        UserError: lengths that do not fit, or more tokens than the cache has room for; with longrope, a row that grows
+            beyond the original context, for which what the cache holds of it is of no use.
     """
     rows, longest = input_ids.shape
     if len(lengths) != rows or not all(1 <= length <= longest for length in lengths):
@@ -74,16 +42,18 @@ def prefill(
     if chunk_size is not None and chunk_size < 1:
         raise UserError(f"chunk_size must be at least 1 or None for whole prompts, got {chunk_size}")
     cache.check_room(longest)
+    _check_stale(cache, lengths)
     logits: Tensor | None = None
     size = chunk_size or longest
-    for start in range(0, longest, size):
-        chunk = input_ids[:, start : start + size]
-        real = [min(max(length - start, 0), chunk.shape[1]) for length in lengths]
-        last = torch.tensor([max(n - 1, 0) for n in real], device=input_ids.device)
-        here = model(chunk, cache=cache, logits_at=last)
-        cache.advance(real)
-        live = torch.tensor([n > 0 for n in real], device=input_ids.device)
-        logits = here if logits is None else torch.where(live[:, None], here, logits)
+    with cache.expecting(lengths):
+        for start in range(0, longest, size):
+            chunk = input_ids[:, start : start + size]
+            real = [min(max(length - start, 0), chunk.shape[1]) for length in lengths]
+            last = torch.tensor([max(n - 1, 0) for n in real], device=input_ids.device)
+            here = model(chunk, cache=cache, logits_at=last)
+            cache.advance(real)
+            live = torch.tensor([n > 0 for n in real], device=input_ids.device)
+            logits = here if logits is None else torch.where(live[:, None], here, logits)
     assert logits is not None
     return logits
 
@@ -96,8 +66,22 @@ def decode_one_token(model: Transformer, tokens: Tensor, cache: KVCache) -> Tens
         (rows, vocab_size) logits of the token after it. Nothing of the past is computed again.
 
     Raises:
-        UserError: the longest row has no room left.
+        UserError: the longest row has no room left; with longrope, as :func:`prefill`.
     """
+    _check_stale(cache, 1)
+    return _feed_one_token(model, tokens, cache)
+
+
+def _check_stale(cache: KVCache, new_lengths: Sequence[int] | int) -> None:
+    stale = cache.stale_rows(new_lengths)
+    if stale:
+        raise UserError(
+            f"row {stale[0]} grows beyond {cache.switch_length} tokens, from where on longrope rotates all of it "
+            "otherwise, and the cache holds it as it was; prefill a new cache with the whole row, or use generate"
+        )
+
+
+def _feed_one_token(model: Transformer, tokens: Tensor, cache: KVCache) -> Tensor:
     logits = model(tokens[:, None], cache=cache)[:, 0]
     cache.advance(1)
     return logits
@@ -158,56 +142,6 @@ def generate(
     return [row.result() for row in rows]
 
 
-class Row:
-    """One prompt and its completion so far."""
-
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        prompt: Sequence[int] | Tensor,
-        config: GenerationConfig,
-        tokenizer: TextTokenizer | None,
-        sample_number: int,
-        name: str,
-    ) -> None:
-        if config.stop and tokenizer is None:
-            raise UserError("generation.stop needs a tokenizer; give tokenizer= as well")
-        self.prompt = _prompt_ids(prompt, model_config, name)
-        self.room = min(config.max_new_tokens, model_config.max_position_embeddings - len(self.prompt))
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.finish_reason: FinishReason | None = None
-        self.piece = ""  # the text that the last token settled
-        self._eos = _eos_ids(config, model_config)
-        self._text = TextStream(tokenizer, config.stop or ()) if tokenizer is not None else None
-        self._key = prompt_key(config.seed, self.prompt, sample_number)
-
-    def uniform(self) -> float:
-        """The random number for the next token."""
-        return uniform(self._key, len(self.prompt) + len(self.tokens))
-
-    def take(self, token: int, logprob: float) -> None:
-        """Adds a token and decides whether it is the last."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        is_eos = token in self._eos
-        self.piece = self._text.push(token) if self._text is not None and not is_eos else ""
-        if is_eos:
-            self.finish_reason = "eos"
-        elif self._text is not None and self._text.stopped:
-            self.finish_reason = "stop"
-        elif len(self.tokens) == self.room:
-            self.finish_reason = "length"
-        if self._text is not None and self.finish_reason is not None:
-            self.piece += self._text.finish()
-
-    def result(self) -> GenerationResult:
-        """The completion, once it is finished."""
-        assert self.finish_reason is not None
-        text = self._text.text if self._text is not None else None
-        return GenerationResult(self.tokens, self.logprobs, self.finish_reason, text)
-
-
 class DecodingLoop:
     """The loop under `generate` and `stream`: a batch of rows, one token each a step. Steps run in `decoding_mode`."""
 
@@ -249,18 +183,42 @@ class DecodingLoop:
 
     def _next_logits(self) -> Tensor:
         if self._cache is not None and self._tokens is not None:
-            return decode_one_token(self._model, self._tokens, self._cache)
-        lengths = [len(row.prompt) for row in self._rows]
-        device, longest = self._model.device, max(lengths)
-        input_ids = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in self._rows], device=device)
-        capacity = max(len(row.prompt) + row.room for row in self._rows)
-        self._cache = self._model.new_cache(len(lengths), capacity, _compute_dtype(self._model))
+            return self._next_logits_behind(self._tokens, self._cache)
+        device, longest = self._model.device, max(len(row.prompt) for row in self._rows)
+        self._cache = self._new_cache(self._rows, max(len(row.prompt) + row.room for row in self._rows))
         if self._config.repetition_penalty != 1:
-            seen = torch.zeros(len(lengths), self._model.config.vocab_size, dtype=torch.bool, device=device)
+            seen = torch.zeros(len(self._rows), self._model.config.vocab_size, dtype=torch.bool, device=device)
             # The padding repeats the row's first id, which it has seen anyway.
             padded = [row.prompt + row.prompt[:1] * (longest - len(row.prompt)) for row in self._rows]
             self._seen = seen.scatter_(1, torch.tensor(padded, device=device), True)[:, : self._vocab_size]
-        return prefill(self._model, input_ids, lengths, self._cache, self._chunk_size)
+        return self._prefill(self._rows, self._cache)
+
+    def _next_logits_behind(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        # Rows that grow beyond longrope's original context are computed anew, the others as ever: each gets what it
+        # would get alone. Of a finished row nobody reads the logits.
+        anew = [i for i in cache.stale_rows(1) if self._rows[i].finish_reason is None]
+        if not anew:
+            return _feed_one_token(self._model, tokens, cache)
+        rows = [self._rows[i] for i in anew]
+        fresh = self._new_cache(rows, max(len(row.prompt) + len(row.tokens) for row in rows))
+        logits = self._prefill(rows, fresh)
+        if len(anew) == len(self._rows):
+            cache.advance(1)
+        else:
+            index = torch.tensor(anew, device=logits.device)
+            logits = _feed_one_token(self._model, tokens, cache).index_copy(0, index, logits)
+        cache.put(anew, fresh)
+        return logits
+
+    def _new_cache(self, rows: Sequence[Row], capacity: int) -> KVCache:
+        return self._model.new_cache(len(rows), capacity, _compute_dtype(self._model))
+
+    def _prefill(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
+        """Feeds all that the rows are by now."""
+        ids = [row.prompt + row.tokens for row in rows]
+        lengths = [len(row) for row in ids]
+        padded = [row + [0] * (max(lengths) - len(row)) for row in ids]
+        return prefill(self._model, torch.tensor(padded, device=self._model.device), lengths, cache, self._chunk_size)
 
     def _drop_finished(self) -> bool:
         """Takes finished rows out once they are half of the batch, or its longest: all that run on then have room."""
@@ -307,42 +265,3 @@ def _compute_dtype(model: Transformer) -> torch.dtype:
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return model.embed_tokens.weight.dtype
-
-
-def _eos_ids(config: GenerationConfig, model_config: ModelConfig) -> frozenset[int]:
-    given = config.eos_token_id
-    ids = model_config.eos_token_id if given is None else given
-    ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
-    outside = [i for i in ids if not 0 <= i < model_config.vocab_size]
-    if given is not None and outside:
-        raise UserError(
-            f"generation.eos_token_id {outside[0]} is outside the vocabulary of {model_config.vocab_size} ids; "
-            "give ids of the model's tokenizer, or [] for none"
-        )
-    return frozenset(ids)
-
-
-def _prompt_ids(prompt: Any, config: ModelConfig, name: str) -> list[int]:
-    try:
-        values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        ids = [operator.index(i) for i in values]
-    except TypeError:
-        shown = repr(prompt)
-        shown = shown if len(shown) < 40 else shown[:40] + "..."
-        raise UserError(f"{name} must be a list of token ids, got {shown}; encode a text with the tokenizer") from None
-    if not ids:
-        if config.bos_token_id is None:
-            raise UserError(f"{name} is empty and the model has no BOS id to start from; give at least one token")
-        ids = [config.bos_token_id]
-    outside = [i for i in ids if not 0 <= i < config.vocab_size]
-    if outside:
-        raise UserError(
-            f"{name}: token id {outside[0]} is outside the vocabulary of {config.vocab_size} ids; it was encoded with "
-            "another tokenizer than the model's"
-        )
-    if len(ids) >= config.max_position_embeddings:
-        raise UserError(
-            f"{name} has {len(ids)} tokens, which leaves no room for a new one in the model's context of "
-            f"{config.max_position_embeddings} (max_position_embeddings); shorten it"
-        )
-    return ids

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lit_llm.errors import UserError
 from lit_llm.generation.config import GenerationConfig
-from lit_llm.generation.decode import DecodingLoop, GenerationResult, Row, decoding_mode
+from lit_llm.generation.decode import DecodingLoop, decoding_mode
+from lit_llm.generation.rows import GenerationResult, Row
 from lit_llm.generation.text import TextTokenizer
 from lit_llm.model import Transformer
 

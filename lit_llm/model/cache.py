@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from lit_llm.errors import UserError
 from lit_llm.model.config import ModelConfig
+from lit_llm.ops.rope import rope_switch_length
 
 
 class KVCache:
@@ -45,9 +47,12 @@ class KVCache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype).transpose(1, 2) for _ in layers]
         self.values = [torch.zeros(shape, device=device, dtype=dtype).transpose(1, 2) for _ in layers]
         self.capacity = capacity
+        self.switch_length = rope_switch_length(config.rope_scaling, config.max_position_embeddings)
+        """A row longer than this is rotated otherwise from its first token on (longrope), or None."""
         self.lengths: list[int] = []
         self.device_lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self._rows = torch.arange(batch_size, device=device)[:, None]
+        self._expected: Tensor | None = None
         self._set_lengths([0] * batch_size)
 
     def _set_lengths(self, lengths: list[int]) -> None:
@@ -80,6 +85,28 @@ class KVCache:
                 "make it with a larger capacity"
             )
 
+    @contextmanager
+    def expecting(self, new_lengths: Sequence[int]) -> Iterator[None]:
+        """Inside, each row is about to get that many real tokens, in however many calls; see :meth:`lengths_after`."""
+        if self.switch_length is not None:
+            self._expected = self.device_lengths + torch.tensor(list(new_lengths), device=self.device_lengths.device)
+        try:
+            yield
+        finally:
+            self._expected = None
+
+    def lengths_after(self, seq_len: int) -> Tensor:
+        """Each row's length with ``seq_len`` more tokens, or with all that it is :meth:`expecting`: (batch,)."""
+        return self.device_lengths + seq_len if self._expected is None else self._expected
+
+    def stale_rows(self, new_lengths: Sequence[int] | int) -> list[int]:
+        """Rows whose keys are of no use once they get that many more tokens: they pass :attr:`switch_length`."""
+        if self.switch_length is None:
+            return []
+        steps = [new_lengths] * self.batch_size if isinstance(new_lengths, int) else new_lengths
+        rows = enumerate(zip(self.lengths, steps, strict=True))
+        return [row for row, (length, step) in rows if 0 < length <= self.switch_length < length + step]
+
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Writes new keys and values behind those of each row, without moving on (see :meth:`advance`).
 
@@ -111,6 +138,15 @@ class KVCache:
             self.device_lengths += new_lengths
         else:
             self.device_lengths += torch.tensor(steps, device=self.device_lengths.device)
+
+    def put(self, rows: Sequence[int], other: KVCache) -> None:
+        """Replaces keys and values of these rows by those of another cache, whose rows have the same lengths."""
+        assert [self.lengths[row] for row in rows] == other.lengths
+        index = torch.tensor(rows, device=self.device_lengths.device)
+        end = other.longest
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for to, source in zip(mine, theirs, strict=True):
+                to[index, :end] = source[:, :end]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows of these numbers alone, in this order; copies what is kept."""

@@ -9,19 +9,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019, section 4).
 
-    As in Llama, the normalised value is rounded to ``x``'s dtype before the gain is applied.
+    As in Llama, the normalised value is rounded to ``x``'s dtype before the gain is applied; with ``zero_centered``,
+    as in Gemma, after it.
 
     Args:
         x: (..., hidden_size).
-        weight: (hidden_size,), the gain, in any floating dtype.
+        weight: (hidden_size,), the gain, in any floating dtype; None: no gain.
         eps: added to the mean square.
+        zero_centered: the gain is 1 + weight.
 
     Returns:
         (..., hidden_size) in ``x``'s dtype.
     """
+    if weight is None:
+        return F.rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:], eps=eps).to(x.dtype)
+    if zero_centered:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(dtype), 1 + weight.to(dtype), eps).to(x.dtype)
     if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
         normalised = F.rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), x.shape[-1:], eps=eps)
         return (normalised.to(x.dtype) * weight).to(x.dtype)
@@ -32,12 +39,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (Ba et al. 2016, section 3).
 
     Args:
         x: (..., hidden_size).
-        weight: (hidden_size,), the gain, in any floating dtype.
+        weight: (hidden_size,), the gain, in any floating dtype, or None.
         bias: (hidden_size,) or None.
         eps: added to the variance, which divides by hidden_size.
 
@@ -46,7 +53,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     bias = None if bias is None else bias.to(dtype)
-    return F.layer_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), bias, eps).to(x.dtype)
+    weight = None if weight is None else weight.to(dtype)
+    return F.layer_norm(x.to(dtype), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

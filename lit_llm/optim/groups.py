@@ -26,7 +26,8 @@ def parameter_groups(
 
     - "decay": the matrices, and stacks of matrices, as of experts. With ``width_base`` at lr x width_base / width, the
       width that of the module's largest embedding.
-    - "muon", with ``muon``: those of them that are hidden matrices, of exactly two dimensions. The head is none.
+    - "muon", with ``muon``: those of them that are hidden matrices, of exactly two dimensions and more than one row.
+      The head is none.
     - "no_decay": norm gains, biases and embeddings, the tied head among them: what an ``nn.Embedding`` owns counts as
       an embedding whoever else uses it.
     - "embedding": those embeddings, in a group of their own where ``embedding_lr_ratio`` is not 1.
@@ -63,11 +64,12 @@ def parameter_groups(
             continue
         if id(parameter) in embeddings:
             group = "embedding" if embedding_lr_ratio != 1 else "no_decay"
-        # The biases of stacked experts have two dimensions, hence the look at the name.
-        elif parameter.ndim < 2 or name.endswith("bias"):
+        # Biases of stacked experts and gains of single heads have two dimensions, hence the look at the name.
+        elif parameter.ndim < 2 or name.endswith(("bias", "norm.weight")):
             group = "no_decay"
         else:
-            group = "muon" if muon and parameter.ndim == 2 and id(parameter) not in heads else "decay"
+            hidden = parameter.ndim == 2 and parameter.shape[0] > 1 and id(parameter) not in heads
+            group = "muon" if muon and hidden else "decay"
         named[group].append((name, parameter))
     return [
         {

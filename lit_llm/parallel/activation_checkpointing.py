@@ -16,6 +16,7 @@ Checkpointing = str | int
 MODES = ("none", "full", "selective")
 _KEPT = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm"),
+    "lit_llm::grouped_linear",
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     *("aten::_flash_attention_forward", "aten::_efficient_attention_forward"),

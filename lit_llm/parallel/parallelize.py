@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from lit_llm.parallel.activation_checkpointing import Checkpointing, checkpoint_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
 
     from lit_llm.model import Transformer
 
@@ -94,9 +96,22 @@ def _fully_shard(module: nn.Module, sharding: Sharding, *, reshard_after_forward
         module,
         mesh=sharding.mesh,
         reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=functools.partial(_placement, shards=sharding.mesh.size(-1)),
         mp_policy=precision,
         offload_policy=offload,
     )
+
+
+def _placement(parameter: nn.Parameter, shards: int) -> Shard | None:
+    """Along which dimension a parameter is split; None: the first.
+
+    A stack of experts along the first that divides, since the first alone would leave processes beyond the number of
+    experts with nothing. Other parameters take what does not divide, but not along another dimension than the first.
+    """
+    from torch.distributed.tensor import Shard
+
+    dimension = next((one for one, size in enumerate(parameter.shape) if size % shards == 0), 0)
+    return Shard(dimension) if parameter.ndim == 3 and dimension else None
 
 
 def _prefetch(root: Any, blocks: Sequence[Any], number: int) -> None:

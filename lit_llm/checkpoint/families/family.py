@@ -1,169 +1,239 @@
-"""What a family of Hugging Face models is: how its configuration and its weight names map to ours."""
+"""What a family of Hugging Face models is: how its configuration and its weight names map to ours, both ways."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lit_llm.checkpoint.families.layout import Names, Theirs, tensors
+from lit_llm.checkpoint.families.rope import Rope
+from lit_llm.checkpoint.families.windows import Windows, windows_of
+from lit_llm.errors import UserError
 from lit_llm.model import ModelConfig
+from lit_llm.ops.rope import normalised_scaling
 
-SHARED = {
-    name: name
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-        "hidden_act",
-        "attention_dropout",
-        "initializer_range",
-        "tie_word_embeddings",
-    )
+Keys = Mapping[str, Any]
+
+# Other names for the same functions; "gelu_fast" differs from the others in the order of its products alone.
+_ACTIVATIONS = {
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_python": "gelu",
+    "swish": "silu",
 }
-"""ModelConfig's field to the key in config.json: what every family has."""
-RMS = {"rms_norm_eps": "rms_norm_eps"}
-_ELSEWHERE = ("head_dim", "rope_theta", "rope_scaling", "partial_rotary_factor", "sliding_window", "layer_types")
-_TOKENIZERS = ("unpadded_vocab_size", "bos_token_id", "eos_token_id")
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ModelConfig)} | {"attention_output_bias": False}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key whose value is not the field's.
+
+    Args:
+        name: of the key.
+        read: its value to the field's.
+        write: the field's value to its.
+    """
+
+    name: str
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+
+
+ACTIVATION = Key("hidden_act", lambda name: _ACTIVATIONS.get(name, name), lambda name: name)
+SHARED: dict[str, str | Key] = {
+    "hidden_act": ACTIVATION,
+    **{
+        name: name
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "attention_dropout",
+            "initializer_range",
+            "tie_word_embeddings",
+        )
+    },
+}
+"""ModelConfig's field to the key in config.json: what most families have."""
+RMS: dict[str, str | Key] = {"rms_norm_eps": "rms_norm_eps"}
+# What training alone goes by, or the tokenizer, or an export: another value is no other model.
+_FREE = {
+    *("attention_dropout", "hidden_dropout", "embedding_dropout", "initializer_range", "model_type"),
+    *("router_aux_loss_coef", "router_z_loss_coef", "unpadded_vocab_size", "bos_token_id", "eos_token_id"),
+}
+_SAID_BY_ALL = {"tie_word_embeddings": False, "attention_dropout": 0.0, "initializer_range": 0.02, "hidden_act": "silu"}
 
 
 @dataclass(frozen=True)
 class Family:
     """A model class of transformers that computes what our Transformer does under some configurations.
 
-    A field of ModelConfig that is named nowhere here must have its default: the family knows no such thing.
+    A field of ModelConfig that is named nowhere here has its default.
 
     Args:
         model_type, architecture: as in config.json.
         fields: ModelConfig's field to the key in config.json.
-        fixed: the only value that the family has for a field; no key says it.
-        same: a field that shares its value, and its key, with another one.
-        constants: keys that always have this value.
-        constants_by_layer: keys that always have a list with this value for each layer.
+        fixed: fields that no key says, to their value, or to a function of the fields that are read.
+        defaults: keys to what they mean where config.json leaves them out.
+        constants: keys that have this value in every model that we compute; another is refused by name.
         head_dim: a head's width is ``free``; ``whole``, free where hidden_size divides by the heads; or ``derived``,
             hidden_size / heads, without a key.
-        windows: which layers may slide: ``none``; ``all`` of them or none; or each as in ``layers``.
-        rope_types: of rope_scaling.
-        partial_rotary: whether a head may be rotated in part.
-        modules: within a layer, their module to ours; several are concatenated along the output dimension. All others
-            have the same name.
+        rope: what is said of rotary embeddings; None: the family has none.
+        windows: what is said of sliding windows; None: the family has none.
+        names: of the weights.
+        read_more: all keys to further fields.
+        write_more: the configuration to further keys.
     """
 
     model_type: str
     architecture: str
-    fields: Mapping[str, str]
+    fields: Mapping[str, str | Key]
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    same: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    constants_by_layer: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Keys = field(default_factory=dict)
+    constants: Keys = field(default_factory=dict)
     head_dim: Literal["free", "whole", "derived"] = "free"
-    windows: Literal["none", "all", "layers"] = "none"
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3")
-    partial_rotary: bool = False
-    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rope: Rope | None = Rope()  # noqa: RUF009 (frozen)
+    windows: Windows | None = None
+    names: Names = Names()  # noqa: RUF009 (frozen)
+    read_more: Callable[[Keys], dict[str, Any]] | None = None
+    write_more: Callable[[ModelConfig], dict[str, Any]] | None = None
+
+    # From theirs to ours
+
+    def violated(self, keys: Keys) -> list[str]:
+        """The constants that a config.json has another value of, with that value."""
+        complete = {**self.defaults, **keys}
+        return [
+            f"{name} {complete[name]!r}"
+            for name, value in self.constants.items()
+            if name in complete and complete[name] != value and (value or complete[name])
+        ]
+
+    def read(self, keys: Keys) -> dict[str, Any]:
+        """Fields of ModelConfig.
+
+        Args:
+            keys: of config.json.
+
+        Raises:
+            UserError: a key that is missing, or has a value that we cannot compute; the line names it.
+        """
+        if wrong := self.violated(keys):
+            raise UserError(f"config.json: {wrong[0]} is not known of {self.model_type}; models without it can be read")
+        complete = {**_SAID_BY_ALL, **self.defaults, **{k: v for k, v in keys.items() if v is not None}}
+        fields: dict[str, Any] = {}
+        for name, key in self.fields.items():
+            theirs, read = (key, None) if isinstance(key, str) else (key.name, key.read)
+            if theirs in complete:
+                fields[name] = complete[theirs] if read is None else read(complete[theirs])
+            elif name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+                raise UserError(f"config.json does not say {theirs}, which a model of type {self.model_type} needs")
+        # What is null means "as usual" here, and the family's default only where the key is not there at all.
+        null = [name for name, value in keys.items() if value is None]
+        fields = {n: v for n, v in fields.items() if _name_of(self.fields[n]) not in null}
+        if self.head_dim != "derived" and complete.get("head_dim") is not None and "head_dim" not in null:
+            fields["head_dim"] = complete["head_dim"]
+        if self.rope is not None:
+            fields |= self.rope.read({**complete, "model_type": self.model_type})
+        if self.windows is not None:
+            given = {n: v for n, v in keys.items() if v is not None or n == "sliding_window"}
+            fields |= self.windows.read({**self.defaults, **given, "num_hidden_layers": fields["num_hidden_layers"]})
+        if self.read_more is not None:
+            fields |= self.read_more(complete)
+        for name, value in self.fixed.items():
+            fields[name] = value(fields) if callable(value) else value
+        return fields
+
+    # From ours to theirs
 
     def misfits(self, config: ModelConfig) -> list[str]:
-        """The fields of a configuration, with their values, that the family has no place for."""
+        """The fields of a configuration, with their values, that come back otherwise than they are written."""
+        try:
+            back = ModelConfig(**self.read(self.config_json(config)))
+        except UserError as error:
+            return [str(error)]
         wrong = []
-        for name, default in _DEFAULTS.items():
-            if name in self.fields or name in _ELSEWHERE or name in _TOKENIZERS:
-                continue
-            wanted = getattr(config, self.same[name]) if name in self.same else self.fixed.get(name, default)
-            if getattr(config, name) != wanted:
-                wrong.append(name)
-        if config.hidden_size % config.num_attention_heads if self.head_dim == "whole" else self._other_head(config):
+        if self.head_dim == "whole" and config.hidden_size % config.num_attention_heads:
             wrong.append("head_dim")
-        if config.partial_rotary_factor != 1 and not self.partial_rotary:
-            wrong.append("partial_rotary_factor")
-        if rope_scaling(config)["rope_type"] not in self.rope_types:
-            wrong.append("rope_scaling")
-        windows = set(windows_of(config))
-        if (self.windows == "none" and windows != {None}) or (self.windows == "all" and len(windows) > 1):
-            wrong.append("sliding_window" if config.layer_types is None else "layer_types")
-        return [f"{name} {_shown(getattr(config, name))}" for name in wrong]
-
-    def _other_head(self, config: ModelConfig) -> bool:
-        return self.head_dim == "derived" and config.head_size * config.num_attention_heads != config.hidden_size
+        mine, theirs = _meaning(config), _meaning(back)
+        wrong += [name for name in mine if not _equal(mine[name], theirs[name])]
+        return [f"{name} {_shown(getattr(config, name))}" for name in dict.fromkeys(wrong)]
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
         """config.json without what the tokenizer and the weights say; for a configuration without misfits."""
         keys: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        keys |= {key: getattr(config, name) for name, key in self.fields.items()}
+        for name, key in self.fields.items():
+            value = getattr(config, name)
+            keys[_name_of(key)] = value if isinstance(key, str) else key.write(value)
         if self.head_dim != "derived":
             keys["head_dim"] = config.head_size
-        keys |= {key: [value] * config.num_hidden_layers for key, value in self.constants_by_layer.items()}
-        return keys | self._window_keys(config) | self._rope_keys(config) | dict(self.constants)
+        if self.windows is not None:
+            keys |= self.windows.write(config)
+        if self.rope is not None:
+            keys |= self.rope.write(config)
+        if self.write_more is not None:
+            keys |= self.write_more(config)
+        return keys | dict(self.constants)
 
-    def _window_keys(self, config: ModelConfig) -> dict[str, Any]:
-        windows = windows_of(config)
-        window = next((w for w in windows if w is not None), None)
-        if self.windows == "none":
-            return {}
-        if self.windows == "all":
-            return {"sliding_window": window}
-        full = [w is None for w in windows]
-        return {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            # What readers without layer_types go by: the layers before it are full.
-            "max_window_layers": full.index(False) if False in full else len(full),
-            "layer_types": ["full_attention" if one else "sliding_attention" for one in full],
-        }
+    # Weights
 
-    def _rope_keys(self, config: ModelConfig) -> dict[str, Any]:
-        """The rotary embedding in the words of transformers 5 (rope_parameters) and of 4 (the other keys)."""
-        scaling = rope_scaling(config)
-        partial = {"partial_rotary_factor": config.partial_rotary_factor} if self.partial_rotary else {}
-        return {
-            "rope_parameters": {"rope_theta": config.rope_theta, **scaling, **partial},
-            "rope_theta": config.rope_theta,
-            "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
-            **partial,
-        }
-
-    def tensors(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Their tensor's name to ours, in the order of ``names``; several are concatenated along dimension 0."""
-        whole: dict[str, tuple[str, ...]] = {}
-        fused = {ours: (theirs, parts) for theirs, parts in self.modules.items() for ours in parts}
-        for name in names:
-            layer, module, kind = _parts(name)
-            theirs, parts = fused.get(module, (module, (module,)))
-            new = ".".join(filter(None, (layer, theirs, kind)))
-            new = new if new.startswith("lm_head.") else f"model.{new}"
-            whole.setdefault(new, tuple(".".join(filter(None, (layer, part, kind))) for part in parts))
-        return whole
+    def tensors(self, config: ModelConfig) -> dict[str, Theirs]:
+        """The tensors of such a model: their name to what they are made of."""
+        return tensors(self.names, config)
 
 
-def rope_scaling(config: ModelConfig) -> dict[str, Any]:
-    """The configuration's rope_scaling with nothing but what its type needs; floats, as transformers wants them."""
-    given = config.rope_scaling or {}
-    kind = given.get("rope_type", given.get("type", "default"))
-    needed = {"default": (), "linear": _ROPE_NUMBERS[:1]}.get(kind, _ROPE_NUMBERS)
-    numbers = {name: int(given[name]) if name.startswith("original") else float(given[name]) for name in needed}
-    return {"rope_type": kind, **numbers}
+def _name_of(key: str | Key) -> str:
+    return key if isinstance(key, str) else key.name
 
 
-def windows_of(config: ModelConfig) -> list[int | None]:
-    """The window of each layer."""
-    return [config.window_of(layer) for layer in range(config.num_hidden_layers)]
+def _meaning(config: ModelConfig) -> dict[str, Any]:
+    """The fields that a model's function depends on, each in one form whatever way it was said."""
+    layers = range(config.num_hidden_layers)
+    sparse = tuple(config.is_sparse(layer) for layer in layers)
+    windows = windows_of(config)
+    rotary, qk, layer_norm = config.position_embedding == "rotary", config.use_qk_norm, config.norm_type == "layer_norm"
+    scaling = normalised_scaling(config.rope_scaling, config.max_position_embeddings)
+    local = config.rope_local_base_freq
+    if not any(windows) or (local == config.rope_theta and scaling["rope_type"] == "default"):
+        local = None
+    meaning = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _FREE}
+    return meaning | {
+        "sliding_window": max((w for w in windows if w is not None), default=None),
+        "layer_types": windows,
+        "rope_theta": config.rope_theta if rotary else None,
+        "rope_scaling": scaling if rotary else None,
+        "rope_local_base_freq": local if rotary else None,
+        "partial_rotary_factor": config.rotary_dim if rotary else None,
+        "no_rope_layers": tuple(config.is_rotated(layer) for layer in layers),
+        "attention_multiplier": config.score_scale(0),
+        "norm_bias": config.norm_bias if layer_norm and config.norm_weight else None,
+        "qk_norm_scope": config.qk_norm_scope if qk else None,
+        "qk_norm_bias": config.qk_norm_bias if qk and layer_norm and config.norm_weight else None,
+        "intermediate_size": None if all(sparse) else config.mlp_size,
+        "mlp_layer_types": sparse,
+        "num_experts": config.num_experts if any(sparse) else None,
+        "num_experts_per_tok": config.num_experts_per_tok if any(sparse) else None,
+        "moe_intermediate_size": config.expert_size if any(sparse) else None,
+        "norm_topk_prob": config.norm_topk_prob if any(sparse) else None,
+        "shared_expert_intermediate_size": config.shared_expert_intermediate_size if any(sparse) else None,
+    }
 
 
-def _parts(name: str) -> tuple[str, str, str]:
-    """``layers.0``, the module in it, and weight or bias; the first is empty outside of layers."""
-    words = name.split(".")
-    start = 2 if words[0] == "layers" else 0
-    return ".".join(words[:start]), ".".join(words[start:-1]), words[-1]
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-12)
+    return bool(one == other)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return f"({', '.join(sorted(set(value)))})"
+        return f"({', '.join(sorted({str(one) for one in value}))})"
     return str(value.get("rope_type", value.get("type"))) if isinstance(value, dict) else str(value)

@@ -6,6 +6,7 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     fields={**SHARED, **RMS, "attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
-    same={"attention_output_bias": "attention_bias"},
+    fixed={"attention_output_bias": lambda fields: fields.get("attention_bias", False)},
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     head_dim="whole",
 )

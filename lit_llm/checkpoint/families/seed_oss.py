@@ -11,6 +11,16 @@ SEED_OSS = Family(
         "attention_bias": "attention_bias",
         "attention_output_bias": "attention_out_bias",
         "mlp_bias": "mlp_bias",
+        "hidden_dropout": "residual_dropout",
     },
-    constants={"residual_dropout": 0.0},
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+    },
 )

@@ -1,0 +1,141 @@
+"""Every tensor and every key that matters is used: what changes transformers' logits changes ours in the same way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lit_llm import Transformer
+from tests.hf_keys import MORE, REFUSED, SAME, changes
+from tests.hf_models import (
+    VARIANTS,
+    copied,
+    difference,
+    load_theirs,
+    made,
+    our_logits,
+    ours,
+    read_keys,
+    their_logits,
+    tokens,
+    write_keys,
+)
+
+IDS = tokens(2, 24, seed=3)
+# Below phi3_longrope's original length and above it.
+SHORT, LONG = IDS[:, :12], IDS
+NEAR, MOVED = 1e-4, 5e-4
+
+
+def kind_of(tensor: str) -> str:
+    """The name without numbers."""
+    return re.sub(r"\.\d+\.", ".N.", re.sub(r"\.\d+\.", ".N.", tensor))
+
+
+def perturbed(tensor: Tensor, seed: int) -> Tensor:
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+    return tensor + 0.3 * noise * tensor.std(correction=0).clamp(min=0.1)
+
+
+def check_tensor(name: str, tensor: str, tensors: dict[str, Tensor], folder: Path) -> None:
+    changed = {**tensors, tensor: perturbed(tensors[tensor], len(tensor))}
+    save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    theirs, mine = load_theirs(folder), Transformer.from_pretrained(folder)
+    assert moved(theirs, name) > MOVED, f"{tensor} does not matter to transformers"
+    assert apart(mine, theirs) < NEAR, tensor
+    assert difference(our_logits(mine, IDS), our_logits(ours(name), IDS)) > NEAR, tensor
+
+
+def moved(theirs: Any, name: str) -> float:
+    """How far transformers' logits are from what they were."""
+    return max(difference(their_logits(theirs, ids), their_logits(made(name).model, ids)) for ids in (SHORT, LONG))
+
+
+def apart(mine: Transformer, theirs: Any) -> float:
+    """How far ours are from theirs."""
+    return max(difference(our_logits(mine, ids), their_logits(theirs, ids)) for ids in (SHORT, LONG))
+
+
+def families() -> list[str]:
+    """One variant of each family, with the widest choice of tensors."""
+    best: dict[str, str] = {}
+    for name, variant in VARIANTS.items():
+        best.setdefault(variant.model_type, name)
+    return list(best.values())
+
+
+def one_of_each_kind(name: str) -> list[str]:
+    """The last tensor of each kind: of the last layer and expert."""
+    return list(
+        {kind_of(tensor): tensor for tensor in sorted(load_file(made(name).folder / "model.safetensors"))}.values()
+    )
+
+
+@pytest.mark.parametrize("name", families())
+def test_each_kind_of_tensor_is_used(name: str, tmp_path: Path) -> None:
+    folder = copied(made(name).folder, tmp_path / "in")
+    tensors = load_file(folder / "model.safetensors")
+    for tensor in one_of_each_kind(name):
+        check_tensor(name, tensor, tensors, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_tensor_is_used(name: str, tmp_path: Path) -> None:
+    folder = copied(made(name).folder, tmp_path / "in")
+    tensors = load_file(folder / "model.safetensors")
+    for tensor in tensors:
+        check_tensor(name, tensor, tensors, folder)
+
+
+FAST = [(name, key) for name in VARIANTS for key in (changes(name) if name in families() else MORE.get(name, {}))]
+REST = [(name, key) for name in VARIANTS for key in changes(name) if (name, key) not in FAST]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [*FAST, *(pytest.param(name, key, marks=pytest.mark.slow) for name, key in REST)]
+)
+def test_every_key_is_used(name: str, key: str, tmp_path: Path) -> None:
+    """Transformers' logits change and ours with them; or we refuse, naming the key, where REFUSED says so."""
+    folder = copied(made(name).folder, tmp_path / "in")
+    write_keys(folder, changed_keys(read_keys(folder), changes(name)[key]))
+    theirs = load_theirs(folder)
+    assert (moved(theirs, name) > MOVED) == ((name, key) not in SAME), "transformers' logits"
+    if (name, key) in REFUSED:
+        with pytest.raises(ValueError, match=key.split(".")[-1].split("=")[0]):
+            Transformer.from_pretrained(folder)
+    else:
+        assert apart(Transformer.from_pretrained(folder), theirs) < NEAR
+
+
+def changed_keys(keys: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Dots in a key lead into mappings."""
+    for key, value in change.items():
+        *path, last = key.split(".")
+        place = keys
+        for step in path:
+            place = place[step]
+        place[last] = value
+    return keys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_key_that_is_not_there(name: str, tmp_path: Path) -> None:
+    """Where transformers has a default under which the weights still fit, so do we."""
+    folder = copied(made(name).folder, tmp_path / "in")
+    keys = read_keys(folder)
+    for key in [key for key in keys if key != "model_type"]:
+        write_keys(folder, {k: v for k, v in keys.items() if k != key})
+        try:
+            theirs = load_theirs(folder)
+            their_logits(theirs, IDS)
+        except Exception:
+            continue  # its default makes another shape of it
+        assert apart(Transformer.from_pretrained(folder), theirs) < NEAR, key
