@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import lightning as L
@@ -21,7 +20,6 @@ from lit_llm.generation import GenerationConfig, generate
 from lit_llm.generation.chat import until_turn_ends
 from lit_llm.metrics import TokenLoss
 from lit_llm.model import ModelConfig, Transformer
-from lit_llm.model.config import preset_fields
 from lit_llm.optim import (
     OptimizerConfig,
     ScheduleConfig,
@@ -41,13 +39,14 @@ from lit_llm.training.boundary import StepBoundary
 from lit_llm.training.evaluation import EvaluationLockstep, EvaluationWatch
 from lit_llm.training.gradients import gradients_of, scale_gradients
 from lit_llm.training.guard import GuardConfig
+from lit_llm.training.model_source import ModelSource
 from lit_llm.training.saved_state import SavedState, agree_on_checkpoint
 from lit_llm.training.window import StepWindow
 
 _Config = TypeVar("_Config", OptimizerConfig, ScheduleConfig, GenerationConfig, GuardConfig)
 
 
-class LitLLM(SavedState, L.LightningModule):
+class LitLLM(SavedState, ModelSource, L.LightningModule):
     """A language model under Lightning.
 
     An interface for subclasses: ``loss``, ``training_step``, ``configure_optimizers`` and ``configure_model`` can each
@@ -55,8 +54,9 @@ class LitLLM(SavedState, L.LightningModule):
     micro-batches and ranks); the one here gives the exact mean over the label tokens of the global batch.
 
     Args:
-        config: a preset's name, a mapping of ModelConfig fields, or a ModelConfig. A mapping may name a ``preset``
-            that its fields change.
+        config: a preset's name, a mapping of ModelConfig fields, or a ModelConfig; or a Hugging Face folder, its
+            config.json or a hub's ``org/model``, for a new model of that shape. A mapping may name such a ``preset``
+            that its fields change. None: the one of ``pretrained``, or else 3m.
         vocab_size: ids of the data's tokenizer, on the command line linked from ``data``. It fills a preset or a
             mapping that names no vocabulary; a larger vocabulary in the mapping counts as padding.
         seq_len: tokens in a row of the data, linked likewise; fills ``max_position_embeddings`` of a mapping without
@@ -74,6 +74,9 @@ class LitLLM(SavedState, L.LightningModule):
         activation_checkpointing: what is computed again in backward instead of being kept: ``none``, ``full`` (all but
             each block's input), a number n (every n-th block so), or ``selective`` (all but matrix products and
             attention).
+        pretrained: a Hugging Face folder with safetensors, or ``org/model[@revision]`` of the hub, whose weights,
+            configuration and tokenizer the model begins with; fields of ``config`` may change what is no shape. Not
+            read where a checkpoint is loaded, which holds all of it.
 
     Raises:
         UserError: a configuration that does not fit together or contradicts the data.
@@ -81,7 +84,7 @@ class LitLLM(SavedState, L.LightningModule):
 
     def __init__(
         self,
-        config: str | dict[str, Any] | ModelConfig = "3m",
+        config: str | dict[str, Any] | ModelConfig | None = None,
         vocab_size: int | None = None,
         seq_len: int | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 (frozen)
@@ -94,6 +97,7 @@ class LitLLM(SavedState, L.LightningModule):
         z_loss: float = 0.0,
         label_smoothing: float = 0.0,
         activation_checkpointing: str | int = "none",
+        pretrained: str | None = None,
     ) -> None:
         super().__init__()
         self.optimizer_config = _as(OptimizerConfig, optimizer)
@@ -106,6 +110,7 @@ class LitLLM(SavedState, L.LightningModule):
         self.activation_checkpointing = check_checkpointing(activation_checkpointing)
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self.config_source = config
+        self.pretrained = None if pretrained is None else os.fspath(pretrained)
         self.vocab_size, self.seq_len = vocab_size, seq_len
         self.tokenizer: Tokenizer | None = None
         self.model: Transformer | nn.Module | None = None
@@ -120,51 +125,20 @@ class LitLLM(SavedState, L.LightningModule):
 
     # The model
 
-    def resolve_config(self) -> ModelConfig:
-        """The model's configuration, with what the data knows filled in.
-
-        Raises:
-            UserError: a vocabulary or context that contradicts the data, or no vocabulary at all.
-        """
-        source = {"preset": self.config_source} if isinstance(self.config_source, str) else self.config_source
-        fields = source.to_dict() if isinstance(source, ModelConfig) else dict(source)
-        if "preset" in fields:
-            preset = preset_fields(fields.pop("preset"))
-            if self.vocab_size is not None:
-                preset["vocab_size"] = self.vocab_size
-            preset["max_position_embeddings"] = max(preset["max_position_embeddings"], self.seq_len or 0)
-            fields = {**preset, **fields}
-        filled: dict[str, Any] = {}
-        if self.vocab_size is not None:
-            filled["vocab_size"] = self.vocab_size
-        if self.seq_len is not None:
-            filled["max_position_embeddings"] = self.seq_len
-        config = ModelConfig.from_dict(fields, **filled)
-        if self.vocab_size is not None and self.vocab_size > config.vocab_size:
-            raise UserError(
-                f"model.config.vocab_size {config.vocab_size} is smaller than the data's {self.vocab_size} ids; raise "
-                "it or leave it out, it is taken from data.store"
-            )
-        if self.vocab_size is not None and self.vocab_size < config.vocab_size and config.unpadded_vocab_size is None:
-            config = dataclasses.replace(config, unpadded_vocab_size=self.vocab_size)
-        if self.seq_len is not None and self.seq_len > config.max_position_embeddings:
-            raise UserError(
-                f"data.seq_len {self.seq_len} is longer than model.config.max_position_embeddings "
-                f"{config.max_position_embeddings}; shorten the rows or raise the model's context"
-            )
-        if self.tokenizer is not None and config.eos_token_id is None:
-            eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
-            config = dataclasses.replace(config, eos_token_id=eos, bos_token_id=bos)
-        return config
-
     def configure_model(self) -> None:
-        """Builds ``self.model``, once; the weights are a function of (seed, parameter name) alone."""
+        """Builds ``self.model``, once.
+
+        The weights are those of ``pretrained``, or else a function of (seed, parameter name) alone.
+        """
         if self.model is not None:
             return
+        if self.tokenizer is None:
+            self._take_folder_tokenizer()
         strategy = None if self._trainer is None else self._trainer.strategy
         sharding = strategy.sharding() if isinstance(strategy, MeshStrategy) else None
-        with nullcontext() if sharding is None else torch.device("meta"):  # no process has room for the whole
-            model = Transformer(self.resolve_config(), seed=self.seed, attention_backend=self.attention_backend)
+        device = torch.get_default_device()
+        with torch.device("meta"):  # no process may have room for the whole
+            model = Transformer(self.resolve_config(), attention_backend=self.attention_backend)
         parallelize(
             model,
             activation_checkpointing=self.activation_checkpointing,
@@ -172,8 +146,10 @@ class LitLLM(SavedState, L.LightningModule):
             sharding=sharding,
         )
         if isinstance(strategy, MeshStrategy) and sharding is not None:
-            model.to_empty(device=strategy.storage_device)
-            model.init_weights(self.seed)
+            device = strategy.storage_device
+        if device.type != "meta":
+            model.to_empty(device=device)
+            self._fill(model)
         self.model = model
         self._save_hparams()
 
@@ -201,6 +177,9 @@ class LitLLM(SavedState, L.LightningModule):
         inputs = {name: batch[name] for name in names if name in batch}
         if self.training:
             terms = {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing}
+            if (model := self._plain_model) is not None and model.config.num_experts:
+                terms["router_aux_loss"] = model.config.router_aux_loss_coef
+                terms["router_z_loss"] = model.config.router_z_loss_coef
             inputs.update({name: value for name, value in terms.items() if value})
         return self(batch["input_ids"], **inputs)
 
@@ -231,6 +210,8 @@ class LitLLM(SavedState, L.LightningModule):
         EvaluationLockstep.attach(self.trainer)
         write_safely(self.trainer.strategy)
         data = getattr(self.trainer, "datamodule", None)
+        if self.tokenizer is None:
+            self._take_folder_tokenizer(data, prompts=stage == "predict")
         if self.tokenizer is None:
             try:
                 self.tokenizer = getattr(data, "tokenizer", None)
@@ -468,7 +449,8 @@ class LitLLM(SavedState, L.LightningModule):
     def _save_hparams(self) -> None:
         """What ``load_from_checkpoint`` passes to ``__init__``, as plain types."""
         model = self._plain_model
-        source = self.config_source if model is None else model.config
+        # Built, it is resolved, and needs the pretrained folder no more.
+        source, pretrained = (self.config_source, self.pretrained) if model is None else (model.config, None)
         self.save_hyperparameters(
             {
                 "config": source.to_dict() if isinstance(source, ModelConfig) else source,
@@ -484,6 +466,7 @@ class LitLLM(SavedState, L.LightningModule):
                 "z_loss": self.z_loss,
                 "label_smoothing": self.label_smoothing,
                 "activation_checkpointing": self.activation_checkpointing,
+                "pretrained": pretrained,
             },
             logger=False,
         )

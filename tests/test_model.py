@@ -258,10 +258,10 @@ def test_rotary_tables_stay_float32(cast: bool) -> None:
     model = Transformer(ModelConfig(**{**TINY, "max_position_embeddings": 8192}))
     if cast:
         model = model.to(torch.bfloat16)
-    inv_freq = model._inverse_frequencies(torch.device("cpu"))
-    assert inv_freq.dtype == torch.float32
+    assert model._rotary is not None
     positions = torch.tensor([[257, 1857, 8191]])
-    cos, sin = rope_tables(positions, inv_freq)
+    (cos, sin), local = model._rotary.tables(positions, None)
+    assert (cos.dtype, sin.dtype, local) == (torch.float32, torch.float32, None)
     exact = positions.double()[..., None, None] * rope_inverse_frequencies(16, 10000.0)
     assert (cos.double() - torch.cat([exact.cos(), exact.cos()], dim=-1)).abs().max() < 0.004
     assert (sin.double() - torch.cat([-exact.sin(), exact.sin()], dim=-1)).abs().max() < 0.004
@@ -351,3 +351,26 @@ def test_refusals_at_run_time() -> None:
         model(torch.zeros(1, 65, dtype=torch.int64))
     with pytest.raises(UserError, match="65 tokens are more than the model's context of 64"):
         model.new_cache(1, 65)
+
+
+def test_flops_follow_the_convention() -> None:
+    """6 x (parameters - embeddings) + 12 x layers x heads x head_dim x seq; of experts the ones that a token meets."""
+    with torch.device("meta"):
+        llama = Transformer(ModelConfig.preset("llama-3-8b"))
+        tied = Transformer(ModelConfig(**TINY, tie_word_embeddings=True))
+        untied = Transformer(ModelConfig(**TINY))
+        learned = Transformer(ModelConfig(**TINY, position_embedding="learned"))
+        windowed = Transformer(ModelConfig(**TINY, sliding_window=8))
+        sparse = Transformer(ModelConfig(**TINY, num_experts=8, num_experts_per_tok=2))
+    assert llama.flops_per_token(8192) == 6 * (8030261248 - 128256 * 4096) + 12 * 32 * 32 * 128 * 8192
+    assert tied.flops_per_token(24) == untied.flops_per_token(24)
+    assert learned.flops_per_token(24) == untied.flops_per_token(24)
+    attention = 12 * 3 * 64
+    assert untied.flops_per_token(24) - windowed.flops_per_token(24) == attention * (24 - 8)
+    assert untied.flops_per_token(24) - untied.flops_per_token(24, causal=True) == attention * (24 - 12.5)
+    seen = sum(min(query + 1, 8) for query in range(24)) / 24
+    assert untied.flops_per_token(24) - windowed.flops_per_token(24, causal=True) == round(attention * (24 - seen))
+    expert = 3 * 64 * 128
+    assert sparse.num_parameters() == untied.num_parameters() + 3 * (7 * expert + 8 * 64)
+    assert sparse.num_parameters(active=True) == untied.num_parameters() + 3 * (expert + 8 * 64)
+    assert sparse.flops_per_token(24) == untied.flops_per_token(24) + 6 * 3 * (expert + 8 * 64)

@@ -103,11 +103,12 @@ class Pretrained:
         if columns == self._columns((0,) * len(columns), whole[1:]):
             self.tensors.read_into(theirs, place, rows)
             return
+        chosen = (slice(None), *columns)
         each = max(1, PIECE // max(1, math.prod(whole[1:]) * self.tensors.dtype(theirs).itemsize))
         for start in range(rows[0], rows[1], each):
             stop = min(start + each, rows[1])
             read = self.tensors.read_rows(theirs, start, stop)
-            place[start - rows[0] : stop - rows[0]].copy_(read[(slice(None), *columns)])
+            place[start - rows[0] : stop - rows[0]].copy_(read[chosen])
 
     @staticmethod
     def _columns(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:

@@ -145,7 +145,7 @@ class SafetensorsFile:
 
     def _fill(self, target: Tensor, start: int) -> None:
         """Reads the bytes of a tensor that lies on the CPU in one piece."""
-        view = memoryview(target.reshape(-1).view(torch.uint8).numpy())
+        view = target.reshape(-1).view(torch.uint8).numpy().data
         self._file.seek(start)
         done = 0
         while done < len(view):  # a single read gives 2 GiB at most

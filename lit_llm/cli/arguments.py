@@ -17,9 +17,10 @@ from typing import Any
 
 import yaml
 
+from lit_llm.checkpoint.hf_folder import config_like
 from lit_llm.cli.yaml_text import load_yaml
 from lit_llm.errors import UserError
-from lit_llm.model.config import preset_fields
+from lit_llm.model.presets import PRESETS
 
 _SECTIONS = ("model", "data")
 
@@ -29,8 +30,9 @@ class Arguments:
     """The words for jsonargparse, and what the user gave of the model."""
 
     words: list[str]
-    model_config: Any = None  # a preset's name or a mapping of fields; None: not given
+    model_config: Any = None  # a preset's name or a mapping of fields, also a folder's; None: not given
     given: set[str] = field(default_factory=set)  # names of the model's other options that were given
+    typed: set[str] = field(default_factory=set)  # those of them that are words, not of a file
     classes: dict[str, str] = field(default_factory=dict)  # of model and data, where they were given
     print_schedule: bool = False  # what fit does instead of training; no part of a configuration
     replay: str | None = None
@@ -63,7 +65,9 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
             for part in _SECTIONS:
                 if isinstance(content.get(part), Mapping) and "class_path" in content[part]:
                     result.classes[part] = str(content[part]["class_path"])
-            if "config" in fields:
+            if "config" in fields and fields["config"] is None:
+                result.model_config = None  # as where it is not said
+            elif "config" in fields:
                 rewritten = result.model_config is not None or isinstance(fields["config"], str)
                 result.model_config = _merge(result.model_config, fields["config"])
             given = _mapping(_mapping(fields.get("optimizer")).get("options"))
@@ -99,6 +103,7 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
         else:
             if section == "model":
                 result.given.add(path[0])
+                result.typed.add(path[0])
             if (section, path) == ("model", ["optimizer"]):
                 given = _mapping(_mapping(load_value(value)).get("options"))
                 options.update(given)
@@ -143,14 +148,15 @@ def _merge(base: Any, change: Any) -> Any:
     if isinstance(change, str) and Path(change).suffix in (".yaml", ".yml"):
         change = read_yaml(change, "model.config")
     if isinstance(change, str):
-        preset_fields(change)  # an unknown name is refused here, before anything is built
-        return change
+        fields = config_like(change)  # an unknown name is refused here, before anything is built
+        return change if change in PRESETS else fields  # a folder may be gone when the run is resumed
     if not isinstance(change, Mapping):
         raise UserError(
-            f"model.config must be a preset's name or a mapping of fields, got {'null' if change is None else change!r}"
+            "model.config must be a preset's name, a Hugging Face folder or a mapping of fields, got "
+            f"{'null' if change is None else change!r}"
         )
     merged = {"preset": base} if isinstance(base, str) else dict(base or {})
-    before = {**preset_fields(merged["preset"]), **merged} if "preset" in merged else merged
+    before = {**config_like(merged["preset"]), **merged} if "preset" in merged else merged
     for name, value in change.items():
         old = before.get(name)
         merged[name] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value

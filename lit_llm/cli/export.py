@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lit_llm.cli.options import OptionParser
 
@@ -16,9 +16,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def parser() -> OptionParser:
     """The options of the command."""
-    options = OptionParser("export", "Writes the model of a run or a checkpoint as a Hugging Face folder.")
+    options = OptionParser(
+        "export", "Writes the model of a run, a checkpoint or a Hugging Face folder as such a folder."
+    )
     add = options.add_argument
-    add("source", metavar="SOURCE", help="a run's folder (its last checkpoint) or a checkpoint")
+    add("source", metavar="SOURCE", help="a run's folder (its last checkpoint), a checkpoint or a Hugging Face folder")
     add("--output", required=True, metavar="DIR", help="the folder to write; an earlier export there is replaced")
     add("--dtype", choices=_DTYPES, help="of the weights (default: as saved)")
     add("--max_shard_size", default="5GB", metavar="SIZE", help="of a file of weights (default: %(default)s)")
@@ -45,7 +47,8 @@ def run(args: Namespace) -> int:
     config = ModelConfig.from_dict(opened.config)
     tokenizer = None if opened.tokenizer is None else Tokenizer.from_files(opened.tokenizer)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    done = export(opened.weights, config, args.output, tokenizer, dtype=dtype, max_shard_size=args.max_shard_size)
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": args.max_shard_size, "generation": opened.generation}
+    done = export(opened.weights, config, args.output, tokenizer, **options)
     print(f"{opened.path} is exported:")
     for line in _told(done):
         print(f"  {line}")

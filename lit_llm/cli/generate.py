@@ -22,9 +22,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def parser() -> OptionParser:
     """The options of the command."""
-    options = OptionParser("generate", "Completes prompts with the model of a run or a checkpoint.")
+    options = OptionParser(
+        "generate", "Completes prompts with the model of a run, a checkpoint or a Hugging Face folder."
+    )
     add = options.add_argument
-    add("source", metavar="SOURCE", help="a run's folder (its last checkpoint) or a checkpoint file")
+    add("source", metavar="SOURCE", help="a run's folder (its last checkpoint), a checkpoint or a Hugging Face folder")
     add("--prompt", action="append", metavar="TEXT", help="a text to complete; may be repeated")
     add("--prompts_file", metavar="FILE", help='.txt with a prompt a line, or .jsonl with {"prompt": ...} a line')
     add("--output", metavar="FILE", help="write JSON lines here instead of text to the screen")

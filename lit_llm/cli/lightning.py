@@ -16,6 +16,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lit_llm.callbacks import PredictionWriter, RunCheckpoint, SaveConfig
 from lit_llm.checkpoint.find import CHECKPOINTS, Found, find_in_folder, list_folder
+from lit_llm.checkpoint.hf_folder import config_like, open_folder
 from lit_llm.checkpoint.load import describe
 from lit_llm.cli.arguments import Arguments, prepare_arguments
 from lit_llm.cli.explain import explain
@@ -26,7 +27,7 @@ from lit_llm.cli.trainer import LOG_EVERY, RunTrainer, make_trainer
 from lit_llm.cli.yaml_text import dump_yaml
 from lit_llm.data import TokenDataModule
 from lit_llm.errors import UserError
-from lit_llm.model.config import preset_fields
+from lit_llm.model.presets import PRESETS
 from lit_llm.module import LitLLM
 
 DEFAULT_ROOT = "runs/default"
@@ -121,6 +122,8 @@ class RunCLI(LightningCLI):
     def _data_vocab_size(self, data: LightningDataModule) -> int | None:
         if self.command == "predict" and self.saved is not None:  # the checkpoint's tokenizer is used, not the store's
             return self.saved["unpadded_vocab_size"] or self.saved["vocab_size"]
+        if self.command == "predict" and self._pretrained is not None and not getattr(data, "store", None):
+            return None
         return getattr(data, "vocab_size", None)
 
     def _data_seq_len(self, data: LightningDataModule) -> int | None:
@@ -150,6 +153,13 @@ class RunCLI(LightningCLI):
         self.found = self._find_checkpoint()
         if self.found is not None:
             self._fill_from(self.found)
+        elif self._pretrained is not None:
+            assert open_folder(self._pretrained).config  # refuses what can't be read, before anything is written
+
+    @property
+    def _pretrained(self) -> str | None:
+        """The Hugging Face folder or hub's name that the model begins with."""
+        return (self.config.model.get("init_args") or {}).get("pretrained")
 
     @property
     def _place(self) -> Path:
@@ -179,13 +189,20 @@ class RunCLI(LightningCLI):
         which = self.config.ckpt_path
         if self.arguments.print_schedule or (which is None and self._trains):
             return None
+        if which is None and self._pretrained is not None and "pretrained" in self.arguments.typed:
+            say(f"weights: {self._pretrained}; --ckpt_path last would take the run's checkpoint")
+            return None
         found = find_in_folder(self._place, which or "last", weights_only=self.config.weights_only is not False)
         if found is None:
             place = self._place
+            if self._pretrained is not None:
+                say(f"no checkpoint in {place}: the weights of {self._pretrained}")
+                return None
             if self.command != "fit":
                 raise UserError(
                     f"{self.command} needs a checkpoint and there is none in {place}; train one by `lit-llm fit`, or "
-                    "give --ckpt_path FILE or the run's --trainer.default_root_dir (or checkpoint.dirpath)"
+                    "give --ckpt_path FILE, the run's --trainer.default_root_dir (or checkpoint.dirpath), or "
+                    "--model.pretrained FOLDER"
                 )
             say(f"no checkpoint in {place}: {'training starts afresh' if self._trains else 'the initial weights'}")
             return None
@@ -340,9 +357,11 @@ def _fields(config: Any) -> dict[str, Any]:
     given = {"preset": config} if isinstance(config, str) else dict(config)
     if "preset" not in given:
         return given
-    preset = preset_fields(given.pop("preset"))
-    del preset["vocab_size"], preset["max_position_embeddings"]
-    return {**preset, **given}
+    name = given.pop("preset")
+    like = config_like(name)
+    if name in PRESETS:
+        del like["vocab_size"], like["max_position_embeddings"]
+    return {**like, **given}
 
 
 def _check_writable(folder: Path, option: str) -> None:

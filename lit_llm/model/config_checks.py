@@ -78,9 +78,7 @@ def _check_attention(config: ModelConfig) -> None:
             f"model.config: head_dim {config.head_dim} x partial_rotary_factor {config.partial_rotary_factor} rotates "
             f"{config.rotary_dim} dimensions of a head; it must be an even number above 0 and at most head_dim"
         )
-    check_layers(
-        "layer_types", config.layer_types, config.num_hidden_layers, ("full_attention", "sliding_attention")
-    )
+    check_layers("layer_types", config.layer_types, config.num_hidden_layers, ("full_attention", "sliding_attention"))
     if config.layer_types is not None and "sliding_attention" in config.layer_types and config.sliding_window is None:
         raise UserError("model.config.layer_types has sliding_attention; give sliding_window as well")
     check_layers("no_rope_layers", config.no_rope_layers, config.num_hidden_layers, (0, 1))

@@ -14,6 +14,7 @@ from lit_llm.errors import UserError
 from lit_llm.model.attention import AttentionInputs, SelfAttention
 from lit_llm.model.cache import KVCache
 from lit_llm.model.config import ModelConfig
+from lit_llm.model.flops import flops_per_token
 from lit_llm.model.init import init_weights
 from lit_llm.model.layers import GatedMLP, PlainMLP, make_norm
 from lit_llm.model.moe import MoE, RouterLosses, inactive_parameters
@@ -156,6 +157,10 @@ class Transformer(nn.Module):
         if active:
             total -= inactive_parameters(self.config)
         return total if embeddings else total - self.embed_tokens.weight.numel()
+
+    def flops_per_token(self, seq_len: int, causal: bool = False) -> int:
+        """Training's floating point operations for a token of a row; see :func:`lit_llm.model.flops.flops_per_token`."""
+        return flops_per_token(self, seq_len, causal)
 
     def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """An empty cache for this model, on its device; dtype: of the weights if None."""

@@ -58,6 +58,8 @@ class SavedState(_Base):
 
     model: Transformer | nn.Module | None
     tokenizer: Tokenizer | None
+    hf_generation: dict[str, Any] | None
+    _checkpoint_config: dict[str, Any] | None
     _window: StepWindow
     _boundary: StepBoundary
     _sources: list[tuple[str, str]]
@@ -98,6 +100,7 @@ class SavedState(_Base):
             "format": CHECKPOINT_FORMAT,
             "config": config,
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_files(),
+            "generation_config": self.hf_generation,
             "trained_tokens": int(self._window.trained_tokens),
             "trained_tokens_by_store": self._all_tokens_by_store(),
             "guard": self._boundary.guard.state_dict(),
@@ -132,6 +135,8 @@ class SavedState(_Base):
         if saved["tokenizer"] is not None:
             self.tokenizer = Tokenizer.from_files(saved["tokenizer"])
             self._refuse_other_tokenizer()
+        self._checkpoint_config = saved["config"]
+        self.hf_generation = saved.get("generation_config")
         if self.model is None:
             self.configure_model()
         self._fit_names(checkpoint)

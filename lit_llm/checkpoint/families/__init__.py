@@ -56,7 +56,7 @@ def family_from(keys: Mapping[str, Any]) -> Family:
     """
     kind = keys.get("model_type")
     types = list(dict.fromkeys(family.model_type for family in FAMILIES))
-    if "quantization_config" in keys and keys["quantization_config"]:
+    if keys.get("quantization_config"):
         method = keys["quantization_config"].get("quant_method", "unknown")
         raise UserError(
             f"config.json: the weights are quantised (quantization_config, {method}), which is not read; give the "

@@ -21,11 +21,11 @@ def read_sparse_step(keys: Mapping[str, Any]) -> dict[str, Any]:
     step, dense = keys.get("decoder_sparse_step", 1), keys.get("mlp_only_layers") or []
     # transformers 5 writes it under Mixtral's name too.
     number = keys.get("num_local_experts", keys.get("num_experts"))
-    sparse = [
-        bool(number) and layer not in dense and (layer + 1) % step == 0 for layer in range(keys["num_hidden_layers"])
-    ]
+    if not number:  # what is said of experts there speaks of none
+        return dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
+    sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(keys["num_hidden_layers"])]
     types = None if all(sparse) else tuple("sparse" if one else "dense" for one in sparse)
-    return {"num_experts": number or None, "mlp_layer_types": types}
+    return {"num_experts": number, "mlp_layer_types": types}
 
 
 def write_sparse_step(config: ModelConfig) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Falcon (Almazrouei et al. 2023): fused queries, keys and values; attention and MLP side by side, mostly."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from lit_llm.checkpoint.families.family import ACTIVATION, SHARED, Family, Key
+from lit_llm.checkpoint.families.family import SHARED, Family, Key, activation
 from lit_llm.checkpoint.families.layout import Names
 
-_MODULES = {
+Modules = Mapping[str, tuple[str, ...]]
+_MODULES: Modules = {
     "self_attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attention.dense": ("self_attn.o_proj",),
     "mlp.dense_h_to_4h": ("mlp.up_proj",),
@@ -13,7 +15,7 @@ _MODULES = {
 }
 
 
-def _family(norms: dict[str, tuple[str, ...]], constants: dict[str, Any], parallel: bool, shared: bool) -> Family:
+def _family(norms: Modules, constants: Mapping[str, Any], parallel: bool, shared: bool) -> Family:
     """One of its shapes, told apart by ``constants``."""
     new = constants["new_decoder_architecture"]
     heads: dict[str, str | Key] = {"num_key_value_heads": "num_kv_heads"} if new else {}
@@ -24,7 +26,7 @@ def _family(norms: dict[str, tuple[str, ...]], constants: dict[str, Any], parall
             **{name: key for name, key in SHARED.items() if name not in ("num_key_value_heads", "hidden_act")},
             **heads,
             "intermediate_size": "ffn_hidden_size",
-            "hidden_act": Key("activation", ACTIVATION.read, ACTIVATION.write),
+            "hidden_act": activation("activation"),
             "rms_norm_eps": "layer_norm_epsilon",
             "attention_bias": "bias",
             "hidden_dropout": "hidden_dropout",
@@ -64,8 +66,8 @@ def _family(norms: dict[str, tuple[str, ...]], constants: dict[str, Any], parall
 
 _NEW = {"new_decoder_architecture": True}
 _OLD = {"new_decoder_architecture": False}
-_ONE = {"input_layernorm": ("input_layernorm",)}
-_TWO = {"ln_attn": ("input_layernorm",), "ln_mlp": ("post_attention_layernorm",)}
+_ONE: Modules = {"input_layernorm": ("input_layernorm",)}
+_TWO: Modules = {"ln_attn": ("input_layernorm",), "ln_mlp": ("post_attention_layernorm",)}
 
 FALCON = (
     _family(_ONE, {**_OLD, "multi_query": True, "parallel_attn": True}, parallel=True, shared=True),

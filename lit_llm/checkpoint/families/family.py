@@ -41,9 +41,15 @@ class Key:
     write: Callable[[Any], Any]
 
 
-ACTIVATION = Key("hidden_act", lambda name: _ACTIVATIONS.get(name, name), lambda name: name)
+def activation(key: str, tanh: str = "gelu_pytorch_tanh") -> Key:
+    """The key of the activation; ``tanh``: what the family calls gelu by tanh."""
+    return Key(
+        key, lambda name: _ACTIVATIONS.get(name, name), lambda name: tanh if name == "gelu_pytorch_tanh" else name
+    )
+
+
 SHARED: dict[str, str | Key] = {
-    "hidden_act": ACTIVATION,
+    "hidden_act": activation("hidden_act"),
     **{
         name: name
         for name in (
@@ -156,8 +162,8 @@ class Family:
         """The fields of a configuration, with their values, that come back otherwise than they are written."""
         try:
             back = ModelConfig(**self.read(self.config_json(config)))
-        except UserError as error:
-            return [str(error)]
+        except UserError:
+            return list(_meaning(config))  # nothing comes back
         wrong = []
         if self.head_dim == "whole" and config.hidden_size % config.num_attention_heads:
             wrong.append("head_dim")
@@ -212,9 +218,10 @@ def _meaning(config: ModelConfig) -> dict[str, Any]:
         "partial_rotary_factor": config.rotary_dim if rotary else None,
         "no_rope_layers": tuple(config.is_rotated(layer) for layer in layers),
         "attention_multiplier": config.score_scale(0),
-        "norm_bias": config.norm_bias if layer_norm and config.norm_weight else None,
-        "qk_norm_scope": config.qk_norm_scope if qk else None,
-        "qk_norm_bias": config.qk_norm_bias if qk and layer_norm and config.norm_weight else None,
+        # True where there is nothing to say, so that another norm_type alone is named.
+        "norm_bias": config.norm_bias or not (layer_norm and config.norm_weight),
+        "qk_norm_scope": config.qk_norm_scope if qk else "head",
+        "qk_norm_bias": config.qk_norm_bias or not (qk and layer_norm and config.norm_weight),
         "intermediate_size": None if all(sparse) else config.mlp_size,
         "mlp_layer_types": sparse,
         "num_experts": config.num_experts if any(sparse) else None,

@@ -3,14 +3,14 @@
 import math
 from typing import Any
 
-from lit_llm.checkpoint.families.family import ACTIVATION, RMS, SHARED, Family, Key
+from lit_llm.checkpoint.families.family import RMS, SHARED, Family, Key, activation
 from lit_llm.checkpoint.families.rope import Rope
 from lit_llm.checkpoint.families.windows import Windows
 
 
 def _activation(name: str) -> str:
     """The first configurations say gelu and mean its approximation by tanh."""
-    return "gelu_pytorch_tanh" if name == "gelu" else ACTIVATION.read(name)
+    return "gelu_pytorch_tanh" if name == "gelu" else activation("").read(name)
 
 
 def _scalar(multiplier: float | None) -> float | int | None:
@@ -36,7 +36,7 @@ _DEFAULTS: dict[str, Any] = {
 _LATER: dict[str, str | Key] = {
     **SHARED,
     **RMS,
-    "hidden_act": Key("hidden_activation", ACTIVATION.read, ACTIVATION.write),
+    "hidden_act": activation("hidden_activation"),
     "attention_bias": "attention_bias",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -50,7 +50,7 @@ GEMMA = Family(
     fields={
         **SHARED,
         **RMS,
-        "hidden_act": Key("hidden_act", _activation, ACTIVATION.write),
+        "hidden_act": Key("hidden_act", _activation, lambda name: name),
         "attention_bias": "attention_bias",
     },
     fixed=_FIXED,
@@ -77,7 +77,8 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    fields=_LATER,
+    # It has a key for a soft cap on scores still, which means nothing.
+    fields={name: key for name, key in _LATER.items() if name != "attn_logit_softcapping"},
     fixed={**_FIXED, "norm_placement": "sandwich", "use_qk_norm": True},
     defaults={
         **_LATER_DEFAULTS,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lit_llm.checkpoint.families.family import ACTIVATION, Family, Key
+from lit_llm.checkpoint.families.family import Family, Key, activation
 from lit_llm.checkpoint.families.layout import Names
 
 _FIELDS: dict[str, str | Key] = {
@@ -12,7 +12,7 @@ _FIELDS: dict[str, str | Key] = {
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
-    "hidden_act": Key("activation_function", ACTIVATION.read, ACTIVATION.write),
+    "hidden_act": activation("activation_function"),
     "rms_norm_eps": "layer_norm_epsilon",
     "attention_dropout": "attn_pdrop",
     "hidden_dropout": "resid_pdrop",
@@ -49,7 +49,11 @@ _MODULES = {
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
-    fields={**_FIELDS, "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx"},
+    fields={
+        **_FIELDS,
+        "hidden_act": activation("activation_function", "gelu_new"),
+        "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
+    },
     fixed=_FIXED,
     defaults={**_DEFAULTS, "activation_function": "gelu_new", "scale_attn_by_inverse_layer_idx": False},
     constants={"add_cross_attention": False},

@@ -1,6 +1,6 @@
 """Phi-1 to Phi-2 (Li et al. 2023): one norm for attention and MLP, which stand side by side; a bias on the logits."""
 
-from lit_llm.checkpoint.families.family import SHARED, Family
+from lit_llm.checkpoint.families.family import SHARED, Family, activation
 from lit_llm.checkpoint.families.layout import Names
 from lit_llm.checkpoint.families.rope import Rope
 
@@ -9,6 +9,7 @@ PHI = Family(
     "PhiForCausalLM",
     fields={
         **SHARED,
+        "hidden_act": activation("hidden_act", "gelu_new"),
         "rms_norm_eps": "layer_norm_eps",
         "use_qk_norm": "qk_layernorm",
         "hidden_dropout": "resid_pdrop",

@@ -11,7 +11,8 @@ PHI3 = Family(
     fields={**SHARED, **RMS, "hidden_dropout": "resid_pdrop", "embedding_dropout": "embd_pdrop"},
     defaults={"rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "max_position_embeddings": 4096},
     head_dim="derived",
-    rope=Rope(partial=1.0, types=("default", "longrope")),
+    # The first models' words for it.
+    rope=Rope(partial=1.0, types=("default", "longrope"), other_names={"su": "longrope", "yarn": "longrope"}),
     windows=Windows(),
     names=Names(
         modules={

@@ -1,9 +1,9 @@
-"""Rotary embeddings in config.json: in the words of transformers 5 (rope_parameters), and of 4 (rope_theta and more)."""
+"""Rotary embeddings in config.json, in the words of transformers 5 (rope_parameters) and of 4 (rope_theta and more)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lit_llm.errors import UserError
@@ -11,7 +11,6 @@ from lit_llm.model import ModelConfig
 from lit_llm.ops.rope import normalised_scaling
 
 Keys = Mapping[str, Any]
-_OTHER_NAMES = {"su": "longrope"}  # of the first Phi-3
 _NOT_OF_THE_TYPE = ("rope_theta", "partial_rotary_factor", "type", "rope_type")
 
 
@@ -27,6 +26,7 @@ class Rope:
         local: there are parameters for each type of layer; the base on sliding layers where nothing is said.
         local_key: that base, outside of rope_parameters; None: the base of the others.
         types: of scaling.
+        other_names: of types, to the present ones.
     """
 
     theta: float = 10000.0
@@ -36,6 +36,7 @@ class Rope:
     local: float | None = None
     local_key: str | None = None
     types: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "longrope")
+    other_names: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, keys: Keys) -> dict[str, Any]:
         """The fields of ModelConfig.
@@ -80,7 +81,7 @@ class Rope:
 
     def _read_scaling(self, given: Keys, keys: Keys) -> dict[str, Any] | None:
         kind = given.get("rope_type", given.get("type", "default"))
-        kind = _OTHER_NAMES.get(kind, kind)
+        kind = self.other_names.get(kind, kind)
         if kind == "default":
             return None
         if kind not in self.types:
