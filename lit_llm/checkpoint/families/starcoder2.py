@@ -29,6 +29,7 @@ STARCODER2 = Family(
         "max_position_embeddings": 4096,
         "residual_dropout": 0.0,
         "embedding_dropout": 0.0,
+        "initializer_range": 0.018042,
     },
     head_dim="derived",
     windows=Windows(),
