@@ -121,7 +121,7 @@ def test_refusals_name_what_is_not_known() -> None:
         (_small("falcon", alibi=True), "alibi True is not known of falcon"),
         (_small("gemma3_text", use_bidirectional_attention=True), "use_bidirectional_attention True is not known"),
         (_small("mixtral", router_jitter_noise=0.1), "router_jitter_noise 0.1 is not known of mixtral"),
-        (_small("mistral", layer_types=["full_attention"] * 3), "layer_types ['full_attention'] are not known of mistral"),
+        (_small("mistral", layer_types=["full_attention"] * 3), "layer_types ['full_attention'] are not known of"),
         (_small("qwen3", layer_types=["chunked_attention"] * 3), "'chunked_attention' is unknown"),
         ({"model_type": "llama", "vocab_size": 9}, "config.json does not say hidden_size"),
     ):

@@ -50,7 +50,7 @@ def test_the_readme_runs(folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     commands = [block for block in blocks("bash") if "make " not in block]
-    assert len(commands) == 8
+    assert len(commands) == 9
     script = "\n".join(["set -e", *commands, "cat > readme.py <<'EOF'", *blocks("python"), "EOF", "python readme.py"])
     for old, new in SMALLER.items():
         assert old in script, f"the README no longer says {old!r}"

@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         return total if embeddings else total - self.embed_tokens.weight.numel()
 
     def flops_per_token(self, seq_len: int, causal: bool = False) -> int:
-        """Training's floating point operations for a token of a row; see :func:`lit_llm.model.flops.flops_per_token`."""
+        """Floating point operations of training for a token; see :func:`lit_llm.model.flops.flops_per_token`."""
         return flops_per_token(self, seq_len, causal)
 
     def new_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
