@@ -128,9 +128,10 @@ def load_theirs(folder: Path, dtype: Any = torch.float32) -> Any:
     """The folder as transformers loads it: every tensor of it used, none made up."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )
+    model, info = loaded
     left = {name: value for name, value in info.items() if value}
     assert not left, left
     return model.eval()

@@ -133,17 +133,36 @@ def changed_keys(keys: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]
     return keys
 
 
+# transformers 5 lets Phi-3's default at the top overrule what rope_parameters say; we go by the file.
+OVERRULED = {("phi3_longrope", "original_max_position_embeddings")}
+
+
 @pytest.mark.slow
 @every
 def test_a_key_that_is_not_there(name: str, tmp_path: Path) -> None:
-    """Where transformers has a default under which the weights still fit, so do we."""
+    """Where transformers has a default under which the weights still fit, so do we; or the line names the key."""
     folder = copied(made(name).folder, tmp_path / "in")
     keys = read_keys(folder)
-    for key in [key for key in keys if key != "model_type"]:
+    agree = 0
+    for key in [key for key in keys if key != "model_type" and (name, key) not in OVERRULED]:
         write_keys(folder, {k: v for k, v in keys.items() if k != key})
         try:
             theirs = load_theirs(folder)
             their_logits(theirs, IDS)
         except Exception:
             continue  # its default makes another shape of it
-        assert apart(Transformer.from_pretrained(folder), theirs) < NEAR, key
+        mine, refusal = tried(folder)
+        if mine is None:
+            assert key in refusal
+        else:
+            assert apart(mine, theirs) < NEAR, key
+            agree += 1
+    assert agree > 8
+
+
+def tried(folder: Path) -> tuple[Transformer | None, str]:
+    """Our model, or the line that refuses it."""
+    try:
+        return Transformer.from_pretrained(folder), ""
+    except ValueError as error:
+        return None, str(error)

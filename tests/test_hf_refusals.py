@@ -12,7 +12,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lit_llm import ModelConfig, Transformer
-from tests.hf_models import changed, copied, few, made, our_logits, ours, read_keys, tokens, write_keys
+from tests.hf_models import (
+    changed,
+    copied,
+    difference,
+    few,
+    load_theirs,
+    made,
+    our_logits,
+    ours,
+    read_keys,
+    their_logits,
+    tokens,
+    write_keys,
+)
 
 EXTRAS: dict[str, dict[str, Tensor]] = {
     "llama_gqa": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
@@ -37,13 +50,20 @@ def test_old_buffers_are_passed_over(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_tied_head_in_the_file(name: str, tmp_path: Path) -> None:
-    """Equal to the embedding it is passed over; another one is not lost in silence."""
+def test_a_tied_head_in_the_file(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Equal to the embedding it is passed over; another one is taken, as transformers does, and a line says so."""
     tensors, ids = load_file(made(name).folder / "model.safetensors"), tokens(1, 24)
     head = tensors[f"{HEADS[name]}.weight"].clone()
     model = Transformer.from_pretrained(changed(name, tmp_path / "same", {"lm_head.weight": head}))
     assert torch.equal(our_logits(model, ids), our_logits(ours(name), ids))
-    refused(changed(name, tmp_path / "other", {"lm_head.weight": head * 1.5}), "lm_head.weight")
+    capfd.readouterr()
+    other = changed(name, tmp_path / "other", {"lm_head.weight": head * 1.5})
+    model = Transformer.from_pretrained(other)
+    assert "head" in capfd.readouterr().err
+    assert not model.config.tie_word_embeddings
+    assert difference(our_logits(model, ids), their_logits(load_theirs(other), ids)) < 1e-4
+    model.save_pretrained(tmp_path / "out")
+    assert difference(our_logits(model, ids), their_logits(load_theirs(tmp_path / "out"), ids)) < 1e-4
 
 
 def test_gpt2_without_the_prefix_of_its_names(tmp_path: Path) -> None:
@@ -102,11 +122,11 @@ def refused(folder: Path, *words: str) -> None:
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
-    for keys in ({"model_type": "rwkv"}, {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}):
-        folder = tmp_path / keys["model_type"]
+    for model_type, keys in (("rwkv", {}), ("mamba", {"architectures": ["MambaForCausalLM"]})):
+        folder = tmp_path / model_type
         folder.mkdir()
-        write_keys(folder, {"vocab_size": 11, "hidden_size": 64, **keys})
-        with pytest.raises(ValueError, match=keys["model_type"]):
+        write_keys(folder, {"vocab_size": 11, "hidden_size": 64, "model_type": model_type, **keys})
+        with pytest.raises(ValueError, match=model_type):
             ModelConfig.from_hf(folder)
 
 

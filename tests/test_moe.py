@@ -191,12 +191,12 @@ def test_initial_weights() -> None:
     for name, std in (("gate_up_proj", 0.02), ("down_proj", 0.02 / 2)):  # two layers: 1 / sqrt(4)
         weight = named[f"layers.0.mlp.experts.{name}"]
         assert weight.shape[0] == 8
-        assert float(weight.std()) == pytest.approx(std, rel=0.05)
-        assert float(weight.mean()) == pytest.approx(0, abs=0.05 * std)
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
+        assert weight.mean().item() == pytest.approx(0, abs=0.05 * std)
         flat = weight.flatten(1)
         correlations = torch.corrcoef(torch.cat([flat, named[f"layers.1.mlp.experts.{name}"].flatten(1)]))
         assert (correlations - torch.eye(16)).abs().max() < 0.1, "each expert has a draw of its own"
-    assert float(named["layers.0.mlp.gate.weight"].std()) == pytest.approx(0.02, rel=0.15)
+    assert named["layers.0.mlp.gate.weight"].std().item() == pytest.approx(0.02, rel=0.15)
     # An expert's draw depends on its number, not on how many there are.
     fewer = dict(Transformer(config(hidden_size=64, num_experts=4), seed=3).named_parameters())
     for name in ("gate_up_proj", "down_proj"):
@@ -216,7 +216,7 @@ def test_initial_gains() -> None:
             assert torch.equal(parameter, torch.ones_like(parameter))
     learned = Transformer(ModelConfig(**SHAPE, position_embedding="learned"))
     assert learned.embed_positions is not None
-    assert float(learned.embed_positions.weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert learned.embed_positions.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
 def test_groups_of_the_optimizer() -> None:

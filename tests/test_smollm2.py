@@ -87,12 +87,12 @@ def test_untrained_it_comes_out_bit_equal(folder: Path, place: Path) -> None:
 def test_fine_tuned_and_handed_back(folder: Path, theirs: Any, place: Path) -> None:
     from transformers import AutoTokenizer
 
-    text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")[20_000:23_000]
+    text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")[20_000:22_700]
     place.joinpath("code.txt").write_text(text, encoding="utf-8")
     store, run, out = (str(place / name) for name in ("store", "run", "out"))
     words = ["--tokenizer", str(folder), "--val_fraction=0", "--workers=1"]
     assert main(["prepare", str(place / "code.txt"), "--output", store, *words]) == 0
-    data = [f"--data.store={store}", "--data.seq_len=64", "--data.micro_batch_size=2", "--data.global_batch_size=4"]
+    data = [f"--data.store={store}", "--data.seq_len=64", "--data.micro_batch_size=1", "--data.global_batch_size=2"]
     model = [f"--model.pretrained={folder}", "--model.optimizer.lr=1e-4", "--model.schedule.warmup_steps=1"]
     trainer = [f"--trainer.default_root_dir={run}", "--trainer.max_steps=5", "--trainer.accelerator=cpu"]
     assert main(["fit", *data, *model, *trainer]) == 0
@@ -100,12 +100,11 @@ def test_fine_tuned_and_handed_back(folder: Path, theirs: Any, place: Path) -> N
 
     tokenizer, trained = AutoTokenizer.from_pretrained(out), transformers_model(Path(out))
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    assert ids.shape[1] > 500
+    assert ids.shape[1] > 600
     assert ids[0].tolist() == Tokenizer(folder).encode(text, bos=False)
-    (checkpoint,) = Path(run, "checkpoints").glob("*.ckpt")
-    ours, _ = load_model(checkpoint)
+    ours, _ = load_model(run)
     with torch.no_grad():
         before, after = (float(one(ids, labels=ids).loss) for one in (theirs, trained))
-        assert after < 0.8 * before, (before, after)
+        assert after < before - 0.1
         torch.testing.assert_close(ours(ids), trained(ids).logits, atol=1e-4, rtol=0)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(folder).chat_template

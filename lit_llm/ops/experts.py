@@ -96,7 +96,7 @@ def _grouped(
     out = _Permute.apply(out, places, order).unflatten(0, (tokens, chosen))
     if x.device.type == "cpu":
         return torch.bmm(weights.unsqueeze(1), out).squeeze(1)
-    return (weights.unsqueeze(-1) * out).sum(dim=1)  # as many products as tokens are too many for one launch
+    return (weights.unsqueeze(-1) * out).sum(dim=1)  # a GPU is slow at a batch of so many tiny products
 
 
 class _Permute(torch.autograd.Function):

@@ -4,7 +4,7 @@ from typing import Any
 
 from lit_llm.checkpoint.families.family import RMS, SHARED, Family
 from lit_llm.checkpoint.families.rope import Rope
-from lit_llm.checkpoint.families.windows import Windows
+from lit_llm.checkpoint.families.windows import Windows, windows_of
 from lit_llm.model import ModelConfig
 
 
@@ -20,8 +20,14 @@ def _read(keys: Any) -> dict[str, Any]:
     return {"no_rope_layers": None if all(rotated) else tuple(int(one) for one in rotated)}
 
 
+def _slides(keys: Any, layer: int) -> bool:
+    """Where layer_types does not say it, which has the last word over use_sliding_window too."""
+    return bool(keys.get("use_sliding_window")) and not _rotated(keys, layer)
+
+
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return {"no_rope_layers": [int(config.is_rotated(layer)) for layer in range(config.num_hidden_layers)]}
+    rotated = [int(config.is_rotated(layer)) for layer in range(config.num_hidden_layers)]
+    return {"no_rope_layers": rotated, "use_sliding_window": any(windows_of(config))}
 
 
 SMOLLM3 = Family(
@@ -38,7 +44,7 @@ SMOLLM3 = Family(
         "no_rope_layer_interval": 4,
     },
     rope=Rope(theta=2e6),
-    windows=Windows(switch=True, layer_types=True, slides=lambda keys, layer: not _rotated(keys, layer)),
+    windows=Windows(layer_types=True, slides=_slides),
     read_more=_read,
     write_more=_write,
 )
