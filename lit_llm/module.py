@@ -133,7 +133,7 @@ class LitLLM(SavedState, ModelSource, L.LightningModule):
         if self.model is not None:
             return
         if self.tokenizer is None:
-            self._take_folder_tokenizer()
+            self._take_folder_tokenizer(prompts=False)
         strategy = None if self._trainer is None else self._trainer.strategy
         sharding = strategy.sharding() if isinstance(strategy, MeshStrategy) else None
         device = torch.get_default_device()

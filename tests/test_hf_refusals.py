@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -192,3 +194,24 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
     gone = sorted(set(index["weight_map"].values()))[1]
     (tmp_path / "in" / gone).unlink()
     refused(tmp_path / "in", gone)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe"])
+def test_stacked_experts_are_read(name: str, tmp_path: Path) -> None:
+    """As transformers 5 holds them in memory."""
+    made(name).model.save_pretrained(tmp_path, save_original_format=False)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "model.layers.0.mlp.experts.gate_up_proj" in file.keys()  # noqa: SIM118
+    stacked, usual = Transformer.from_pretrained(tmp_path), Transformer.from_pretrained(made(name).folder)
+    for key, tensor in usual.state_dict().items():
+        assert torch.equal(stacked.state_dict()[key], tensor)
+
+
+def test_a_head_of_gpt_neox_under_its_other_name(tmp_path: Path) -> None:
+    folder = made("gpt_neox_parallel").folder
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    head = Transformer.from_pretrained(tmp_path).head_weight
+    assert torch.equal(head, Transformer.from_pretrained(folder).head_weight)

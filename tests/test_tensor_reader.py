@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_llm.checkpoint.tensor_files import INDEX_FILE
-from lit_llm.checkpoint.tensor_reader import DTYPES, PIECE, SafetensorsFile, TensorFolder
+from lit_llm.checkpoint.tensor_folder import TensorFolder
+from lit_llm.checkpoint.tensor_reader import DTYPES, PIECE, SafetensorsFile
 from lit_llm.errors import UserError
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

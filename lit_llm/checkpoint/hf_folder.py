@@ -14,7 +14,7 @@ import torch
 from lit_llm.checkpoint.families import Family, config_of, family_from
 from lit_llm.checkpoint.hub import is_hub_name, resolve
 from lit_llm.checkpoint.pretrained import Pretrained, load_into
-from lit_llm.checkpoint.tensor_reader import TensorFolder
+from lit_llm.checkpoint.tensor_folder import TensorFolder
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.data.tokenizer_files import _MERGE_NAMES, _MODEL_NAMES
 from lit_llm.data.tokenizer_json import TOKENIZER_FILE
@@ -72,7 +72,10 @@ class HFFolder:
         for name in ("bos_token_id", "eos_token_id"):
             said = (self.generation or {}).get(name)
             ids[name] = self.keys.get(name) if said is None else said
-        return replace(config_of(self.keys), **ids)
+        try:
+            return replace(config_of(self.keys), **ids)
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from error
 
     @cached_property
     def tensors(self) -> TensorFolder:
@@ -99,7 +102,8 @@ class HFFolder:
         return weights
 
     def _weights(self, config: ModelConfig) -> Pretrained:
-        return Pretrained(self.tensors, self.family.tensors(config), config, f"{self.family.names.head}.weight")
+        names = self.family.names_in(self.tensors, config)
+        return Pretrained(self.tensors, self.family.tensors(config, names), config, f"{names.head}.weight")
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -134,7 +138,8 @@ def open_folder(source: str | Path, *, weights: bool = True) -> HFFolder:
     if not config.is_file():
         raise UserError(f"{path} is no Hugging Face folder: it has no {CONFIG_FILE}")
     keys = _read(config)
-    assert keys is not None
+    if not keys or "model_type" not in keys:
+        raise UserError(f"{path} looks like a Hugging Face folder, but its config.json names no model_type")
     return HFFolder(path, keys, _read(path / GENERATION_FILE))
 
 

@@ -6,15 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_llm.checkpoint.families.layout import Piece, Theirs, pieces, shapes_of
-from lit_llm.checkpoint.tensor_reader import DTYPES, PIECE, TensorFolder
+from lit_llm.checkpoint.tensor_folder import TensorFolder
+from lit_llm.checkpoint.tensor_reader import DTYPES, PIECE
 from lit_llm.errors import UserError
 from lit_llm.model import ModelConfig, Transformer
+from lit_llm.model.init import part_and_offsets
 
 # What files hold beside weights: rotary frequencies, which are computed, and the masks of old GPT-2 and GPT-NeoX files.
 _NO_WEIGHTS = re.compile(r"(.+\.)?(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))")
@@ -165,6 +166,7 @@ class Pretrained:
         )
 
 
+@torch.no_grad()
 def load_into(model: Transformer, weights: Pretrained) -> None:
     """Fills a model whose parameters are allocated, tensor by tensor, in their own dtypes.
 
@@ -172,22 +174,8 @@ def load_into(model: Transformer, weights: Pretrained) -> None:
     """
     for name, parameter in model.named_parameters():
         plain = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
-        part, offsets = local_part(parameter)
+        part, offsets = part_and_offsets(parameter)
         weights.read_into(plain, part, offsets)
-
-
-def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This process's part of a parameter, the same memory, and where in the whole it begins."""
-    mesh: Any = getattr(parameter, "device_mesh", None)
-    if mesh is None:
-        return parameter.detach(), (0,) * parameter.ndim
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sharded: Any = parameter.detach()
-    local = sharded.to_local()
-    shape, offsets = compute_local_shape_and_global_offset(sharded.shape, mesh, sharded.placements)
-    assert tuple(shape) == tuple(local.shape), "parts that do not lie together are not read yet"
-    return local, tuple(offsets)
 
 
 def _some(names: list[str]) -> str:

@@ -21,8 +21,10 @@ from lit_llm.checkpoint.hf_folder import config_like
 from lit_llm.cli.yaml_text import load_yaml
 from lit_llm.errors import UserError
 from lit_llm.model.presets import PRESETS
+from lit_llm.training.model_source import DEFAULT_CONFIG
 
 _SECTIONS = ("model", "data")
+_LITLLM = "lit_llm.LitLLM"
 
 
 @dataclass
@@ -48,6 +50,7 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
     rewritten = False
     options: dict[str, Any] = {}  # of the optimizer, which add up over files and words as well
     sources = 0
+    pretrained: Any = None
     for name, value, original in each_option(words):
         if command == "fit" and name == "--print_schedule" and value is None:
             result.print_schedule = True
@@ -70,6 +73,7 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
             elif "config" in fields:
                 rewritten = result.model_config is not None or isinstance(fields["config"], str)
                 result.model_config = _merge(result.model_config, fields["config"])
+            pretrained = fields.get("pretrained", pretrained)
             given = _mapping(_mapping(fields.get("optimizer")).get("options"))
             options.update(given)
             sources += bool(given)
@@ -104,6 +108,8 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
             if section == "model":
                 result.given.add(path[0])
                 result.typed.add(path[0])
+            if (section, path) == ("model", ["pretrained"]):
+                pretrained = load_value(value)
             if (section, path) == ("model", ["optimizer"]):
                 given = _mapping(_mapping(load_value(value)).get("options"))
                 options.update(given)
@@ -117,6 +123,10 @@ def prepare_arguments(words: list[str], command: str = "fit") -> Arguments:
         # Behind everything else, as it sums up what came before.
         config = result.model_config
         result.words.append(f"--model.config={config if isinstance(config, str) else json.dumps(config)}")
+    is_ours = result.classes.get("model") in (None, _LITLLM)
+    helps = any(word.partition("=")[0].endswith("help") for word in words)  # which takes no more words
+    if result.model_config is None and pretrained is None and is_ours and not helps:
+        result.words.append(f"--model.config={DEFAULT_CONFIG}")  # so that the run's config.yaml says it
     return result
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lit_llm.callbacks import PredictionWriter, RunCheckpoint, SaveConfig
 from lit_llm.checkpoint.find import CHECKPOINTS, Found, find_in_folder, list_folder
-from lit_llm.checkpoint.hf_folder import config_like, open_folder
+from lit_llm.checkpoint.hf_folder import config_from_hf, config_like
 from lit_llm.checkpoint.load import describe
 from lit_llm.cli.arguments import Arguments, prepare_arguments
 from lit_llm.cli.explain import explain
@@ -122,8 +122,6 @@ class RunCLI(LightningCLI):
     def _data_vocab_size(self, data: LightningDataModule) -> int | None:
         if self.command == "predict" and self.saved is not None:  # the checkpoint's tokenizer is used, not the store's
             return self.saved["unpadded_vocab_size"] or self.saved["vocab_size"]
-        if self.command == "predict" and self._pretrained is not None and not getattr(data, "store", None):
-            return None
         return getattr(data, "vocab_size", None)
 
     def _data_seq_len(self, data: LightningDataModule) -> int | None:
@@ -154,7 +152,7 @@ class RunCLI(LightningCLI):
         if self.found is not None:
             self._fill_from(self.found)
         elif self._pretrained is not None:
-            assert open_folder(self._pretrained).config  # refuses what can't be read, before anything is written
+            config_from_hf(self._pretrained)  # refuses what can't be read, before anything is written
 
     @property
     def _pretrained(self) -> str | None:

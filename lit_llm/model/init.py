@@ -46,7 +46,7 @@ def init_weights(model: Transformer, seed: int) -> None:
 
 def _draw(parameter: nn.Parameter, name: str, seed: int, std: float) -> None:
     """Fills a parameter, or this process's part of it; a stack one matrix after the other."""
-    part, offsets = _local_part(parameter)
+    part, offsets = part_and_offsets(parameter)
     if not part.numel():
         return
     if parameter.ndim == 2:
@@ -75,8 +75,8 @@ def _draw_matrix(
         part[begin - first : end - first].copy_(rows[chosen])
 
 
-def _local_part(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
-    """This process's part of a parameter, and where in the whole it begins."""
+def part_and_offsets(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
+    """This process's part of a parameter, the same memory, and where in the whole it begins."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return parameter.data, (0,) * parameter.ndim
@@ -85,5 +85,5 @@ def _local_part(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
     sharded: Any = parameter
     local = sharded.to_local()
     shape, offsets = compute_local_shape_and_global_offset(sharded.shape, mesh, sharded.placements)
-    assert tuple(shape) == tuple(local.shape), "parts that do not lie together are not drawn yet"
+    assert tuple(shape) == tuple(local.shape), "parts that do not lie together are not filled yet"
     return local, tuple(offsets)

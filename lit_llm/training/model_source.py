@@ -6,6 +6,7 @@ import dataclasses
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import lightning as L
 from torch import nn
 
 from lit_llm.checkpoint.compare import misfits
@@ -16,10 +17,9 @@ from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 from lit_llm.model import ModelConfig, Transformer
 from lit_llm.model.presets import PRESETS
+from lit_llm.training.coming_checkpoint import foretell_checkpoint
 
 if TYPE_CHECKING:
-    import lightning as L
-
     _Base = L.LightningModule
 else:
     _Base = object
@@ -41,6 +41,16 @@ class ModelSource(_Base):
     """Keys of the generation_config.json that the model came with."""
     _hf_folder: HFFolder | None = None
     _checkpoint_config: dict[str, Any] | None = None  # of the checkpoint that is loaded
+
+    @property
+    def trainer(self) -> L.Trainer:
+        """The Trainer that runs this module. RuntimeError without one."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: L.Trainer | None) -> None:
+        foretell_checkpoint(trainer)
+        L.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
 
     def resolve_config(self) -> ModelConfig:
         """The model's configuration, with what the data knows filled in.
@@ -144,7 +154,7 @@ class ModelSource(_Base):
 
     # The tokenizer
 
-    def _take_folder_tokenizer(self, data: Any = None, *, prompts: bool = True) -> None:
+    def _take_folder_tokenizer(self, data: Any = None, *, prompts: bool) -> None:
         """The pretrained folder's tokenizer comes before the store's, which must be the same where it is trained on.
 
         Args:
@@ -164,6 +174,7 @@ class ModelSource(_Base):
             return
         theirs = getattr(data, "tokenizer", None)
         if theirs is None:
+            self.vocab_size = self.vocab_size or known
             return
         if theirs.fingerprint != own.fingerprint:
             raise UserError(

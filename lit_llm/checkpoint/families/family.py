@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -93,6 +93,7 @@ class Family:
         rope: what is said of rotary embeddings; None: the family has none.
         windows: what is said of sliding windows; None: the family has none.
         names: of the weights.
+        other_names: that files may have instead; they are read, and not written.
         read_more: all keys to further fields.
         write_more: the configuration to further keys.
     """
@@ -107,6 +108,7 @@ class Family:
     rope: Rope | None = Rope()  # noqa: RUF009 (frozen)
     windows: Windows | None = None
     names: Names = Names()  # noqa: RUF009 (frozen)
+    other_names: tuple[Names, ...] = ()
     read_more: Callable[[Keys], dict[str, Any]] | None = None
     write_more: Callable[[ModelConfig], dict[str, Any]] | None = None
 
@@ -189,9 +191,14 @@ class Family:
 
     # Weights
 
-    def tensors(self, config: ModelConfig) -> dict[str, Theirs]:
-        """The tensors of such a model: their name to what they are made of."""
-        return tensors(self.names, config)
+    def tensors(self, config: ModelConfig, names: Names | None = None) -> dict[str, Theirs]:
+        """The tensors of such a model: their name to what they are made of; ``names``: others than the family's."""
+        return tensors(names or self.names, config)
+
+    def names_in(self, found: Container[str], config: ModelConfig) -> Names:
+        """Those of its names that the tensors of files have; the usual ones where none fit."""
+        every = (self.names, *self.other_names)
+        return next((n for n in every[1:] if all(one in found for one in self.tensors(config, n))), every[0])
 
 
 def _name_of(key: str | Key) -> str:

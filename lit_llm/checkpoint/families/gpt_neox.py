@@ -4,6 +4,22 @@ from lit_llm.checkpoint.families.family import SHARED, Family
 from lit_llm.checkpoint.families.layout import Names
 from lit_llm.checkpoint.families.rope import Rope
 
+
+def _names(head: str) -> Names:
+    return Names(
+        "gpt_neox.",
+        outer={"embed_tokens": "embed_in", "norm": "final_layer_norm"},
+        head=head,
+        modules={
+            "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attention.dense": ("self_attn.o_proj",),
+            "mlp.dense_h_to_4h": ("mlp.up_proj",),
+            "mlp.dense_4h_to_h": ("mlp.down_proj",),
+        },
+        grouped=frozenset(("attention.query_key_value",)),
+    )
+
+
 GPT_NEOX = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
@@ -30,16 +46,6 @@ GPT_NEOX = Family(
     },
     head_dim="derived",
     rope=Rope(theta_key="rotary_emb_base", partial=0.25, partial_key="rotary_pct"),
-    names=Names(
-        "gpt_neox.",
-        outer={"embed_tokens": "embed_in", "norm": "final_layer_norm"},
-        head="embed_out",
-        modules={
-            "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "attention.dense": ("self_attn.o_proj",),
-            "mlp.dense_h_to_4h": ("mlp.up_proj",),
-            "mlp.dense_4h_to_h": ("mlp.down_proj",),
-        },
-        grouped=frozenset(("attention.query_key_value",)),
-    ),
+    names=_names("embed_out"),
+    other_names=(_names("lm_head"),),
 )

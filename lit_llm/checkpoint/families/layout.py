@@ -15,6 +15,8 @@ import torch
 from lit_llm.model import ModelConfig, Transformer
 
 Shapes = Mapping[str, tuple[int, ...]]
+STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""All experts in two tensors, as transformers 5 holds them, and saves them with ``save_original_format=False``."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lit_llm.checkpoint.families.family import RMS, SHARED, Family
-from lit_llm.checkpoint.families.layout import Names
+from lit_llm.checkpoint.families.layout import STACKED, Names
 from lit_llm.checkpoint.families.rope import Rope
 from lit_llm.checkpoint.families.windows import Windows
 
@@ -43,4 +43,5 @@ MIXTRAL = Family(
     ),
     # Ours falls back on the width of the MLP, theirs has that key alone.
     write_more=lambda config: {"intermediate_size": config.expert_size},
+    other_names=(Names(experts=STACKED),),
 )

@@ -4,6 +4,7 @@ from typing import Any
 
 from lit_llm.checkpoint.families.experts import SPARSE_STEP, read_sparse_step, write_sparse_step
 from lit_llm.checkpoint.families.family import RMS, SHARED, Family
+from lit_llm.checkpoint.families.layout import STACKED, Names
 from lit_llm.checkpoint.families.windows import Windows, windows_of
 from lit_llm.model import ModelConfig
 
@@ -61,4 +62,5 @@ QWEN2_MOE = Family(
     ),
     read_more=read_sparse_step,
     write_more=write_sparse_step,
+    other_names=(Names(experts=STACKED),),
 )

@@ -2,6 +2,7 @@
 
 from lit_llm.checkpoint.families.experts import SPARSE_STEP, read_sparse_step, write_sparse_step
 from lit_llm.checkpoint.families.family import RMS, SHARED, Family
+from lit_llm.checkpoint.families.layout import STACKED, Names
 from lit_llm.checkpoint.families.qwen2 import QWEN2, max_window_layers
 from lit_llm.checkpoint.families.windows import Windows
 
@@ -35,4 +36,5 @@ QWEN3_MOE = Family(
     windows=Windows(switch=True),
     read_more=read_sparse_step,
     write_more=write_sparse_step,
+    other_names=(Names(experts=STACKED),),
 )
