@@ -48,7 +48,7 @@ class Looks(L.Callback):
         self.shards = any(hasattr(p, "to_local") for p in stored.values())
 
         def before(_: Any, args: Any) -> None:
-            found["rotary"] |= {args[1].cos.dtype, args[1].sin.dtype}
+            found["rotary"] |= {table.dtype for table in args[1].rope}
             if self.shards:
                 found["gathered"] |= {p.dtype for p in block.parameters() if not hasattr(p, "to_local")}
             self.mode = Products(found["compute"])
