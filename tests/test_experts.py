@@ -281,3 +281,16 @@ def test_refusals(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said) as caught:
         experts(**arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_odd_widths_through_the_kernel_have_the_shape_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are padded to 16 bytes, which torch.compile, having been told otherwise, would stumble over."""
+    x, weight, ends = torch.randn(20, 16).bfloat16(), torch.randn(3, 18, 16).bfloat16(), torch.tensor([4, 4, 20]).int()
+
+    def padded(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+        dims = (left.shape[0], right.shape[-1]) if left.ndim == 2 and right.ndim == 3 else (3, 16, 18)
+        return torch.zeros(*dims[:-1], 24).bfloat16()[..., : dims[-1]]
+
+    monkeypatch.setattr(grouped, "_grouped_mm", padded)
+    assert grouped.linear_by_kernel(x, weight, ends).is_contiguous()
+    assert grouped.outer_by_kernel(x, torch.randn(20, 18).bfloat16(), ends).is_contiguous()

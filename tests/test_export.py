@@ -359,3 +359,12 @@ def test_folders_that_are_no_export_are_left_alone(tmp_path: Path, small_disk: P
     perturb(model)
     save_pretrained(model, tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() != before
+
+
+def test_a_shared_expert_is_no_choice_of_qwen2_moe(tmp_path: Path) -> None:
+    """Its class builds one whatever config.json says, so a mixture without one is none of its."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}
+    with pytest.raises(UserError, match="no model class of transformers has"):
+        transformer(**experts).save_pretrained(tmp_path / "out")
+    transformer(**experts, **QKV, shared_expert_intermediate_size=32).save_pretrained(tmp_path / "out")
+    assert loaded(tmp_path / "out").config.model_type == "qwen2_moe"

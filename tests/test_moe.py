@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lit_llm import ModelConfig, Transformer
+from lit_llm import LitLLM, ModelConfig, Transformer
+from lit_llm.errors import UserError
 from lit_llm.model.moe import MoE, RouterLosses, inactive_parameters
 from lit_llm.optim import parameter_groups
 from lit_llm.parallel.activation_checkpointing import checkpoint_activations
@@ -226,8 +228,9 @@ def test_groups_of_the_optimizer() -> None:
     layer = {name.removeprefix("layers.0."): group for name, group in of.items() if name.startswith("layers.0.")}
     assert layer["self_attn.q_norm.weight"] == layer["input_layernorm.weight"] == "no_decay"
     assert layer["mlp.experts.gate_up_proj"] == layer["mlp.experts.down_proj"] == "decay"
-    assert layer["mlp.gate.weight"] == layer["mlp.shared_expert.up_proj.weight"] == "muon"
+    assert layer["mlp.shared_expert.up_proj.weight"] == layer["self_attn.q_proj.weight"] == "muon"
     assert layer["mlp.shared_expert_gate.weight"] == "decay"  # a single row
+    assert layer["mlp.gate.weight"] == "decay"  # a classifier, of fewer rows than there may be shards
 
 
 def loss_and_gradients(model: Transformer) -> list[Tensor]:
@@ -292,3 +295,54 @@ def test_a_big_one_on_many_processes() -> None:
         (found[0].parameters - 2 * 8 * 4096) * 4 // 128 + 2 * rows * 4096 * 4
         for rows in (1, 0)
     ]
+
+
+def test_fit_trains_with_the_routers_losses_and_validates_without(tmp_path: Path) -> None:
+    """LitLLM's own loss: the terms are in train/loss and in the gradient, and not in val/loss."""
+    import lightning as L
+    from torch.utils.data import DataLoader
+
+    ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    logged = {}
+    for aux, z in ((0.0, 0.0), (0.7, 0.0), (0.0, 0.3)):
+        lit = LitLLM(config(router_aux_loss_coef=aux, router_z_loss_coef=z), optimizer={"lr": 0.0}, seed=0)
+        trainer = L.Trainer(
+            max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            default_root_dir=tmp_path, log_every_n_steps=1, enable_model_summary=False,
+        )  # fmt: skip
+        loader = DataLoader([batch], batch_size=None)
+        trainer.fit(lit, loader, loader)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        model = lit.transformer.eval()
+        with torch.no_grad():
+            plain, count = model(ids, labels=batch["labels"])
+            trained, _ = model(ids, labels=batch["labels"], router_aux_loss=aux, router_z_loss=z)
+        assert metrics["val/loss"] == pytest.approx(float(plain / count), abs=1e-5)
+        assert metrics["train/loss"] == pytest.approx(float(trained / count), abs=1e-5)
+        logged[aux, z] = metrics["train/loss"], metrics["train/grad_norm"]
+    (loss, norm), *others = logged.values()
+    for other_loss, other_norm in others:
+        assert other_loss > loss + 1e-2
+        assert abs(other_norm - norm) > 1e-4
+
+
+def test_the_router_decides_in_float32() -> None:
+    """In bfloat16 two experts with logits that differ by little would tie, or change places."""
+    module = moe().bfloat16()
+    x = inputs(4, 64).bfloat16()
+    logits = module.gate(x)
+    exact = torch.softmax(logits.float(), dim=-1).topk(2, dim=-1)
+    wanted = exact.values / exact.values.sum(dim=-1, keepdim=True)
+    seen: list[Tensor] = []
+    module.experts.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[1:]))
+    module(x)
+    assert torch.equal(seen[0], exact.indices.flatten(0, 1))
+    assert torch.equal(seen[1], wanted.flatten(0, 1).bfloat16())
+
+
+def test_losses_below_zero_are_refused() -> None:
+    model, ids = Transformer(config()), torch.zeros(1, 4, dtype=torch.int64)
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(UserError, match="router_aux_loss is"):
+            model(ids, labels=ids, router_aux_loss=wrong)

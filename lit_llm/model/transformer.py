@@ -238,8 +238,8 @@ class Transformer(nn.Module):
             ``labels`` two scalars: the sum of the loss over the labels (float32), and their number.
 
         Raises:
-            UserError: an id outside the vocabulary (on a CPU), a sequence longer than the context, z_loss or
-                label_smoothing out of its range.
+            UserError: an id outside the vocabulary (on a CPU), a sequence longer than the context, or the weight of a
+                loss out of its range.
         """
         seq_len = input_ids.shape[1]
         if cache is not None:
@@ -258,6 +258,10 @@ class Transformer(nn.Module):
             position_ids = token_positions(input_ids, cu_seqlens, cache)
         rope, local_rope = (None, None) if self._rotary is None else self._rotary.tables(position_ids, lengths)
         losses = None
+        if not (router_aux_loss >= 0 and router_z_loss >= 0):
+            raise UserError(
+                f"router_aux_loss is {router_aux_loss} and router_z_loss {router_z_loss}; they must be at least 0"
+            )
         if labels is not None and (router_aux_loss or router_z_loss):
             losses = RouterLosses((labels != -100).float(), router_aux_loss, router_z_loss)
         inputs = AttentionInputs(rope, local_rope, cu_seqlens, max_seqlen, cache, self.attention_backend, losses)

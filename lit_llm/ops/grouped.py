@@ -16,13 +16,17 @@ from torch import Tensor
 _ALIGNED_BYTES = 16
 """What addresses and rows of a grouped product on a GPU must be multiples of."""
 
+_MOST_GROUPS = 1024
+"""So many are too many for it."""
+
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, most: int) -> Tensor:
     """The rows of each group g times ``weight[g]``, transposed, as a linear layer has it.
 
-    On the CPU that is a product for each group that has rows. On a GPU nothing waits for the device: bfloat16 goes
-    through torch's grouped product where the GPU has it, all else through products of ``most`` rows for every group,
-    which are right but cost (groups * most / rows) times as much.
+    On the CPU that is a product for each group that has rows. On a GPU bfloat16 goes through torch's grouped product.
+    Its kernel is for Hopper and Blackwell (compute capability 9 and 10); on others torch itself waits for the device
+    and loops, which is still the faster way there. All else goes through products of ``most`` rows for every group,
+    which wait for nothing and are right, but cost (groups * most / rows) times as much.
 
     Args:
         x: (rows, in), the rows of a group together.
@@ -43,7 +47,7 @@ def _linear(x: Tensor, weight: Tensor, ends: Tensor, most: int) -> Tensor:
     if x.device.type == "cpu":
         return linear_by_loop(x, weight, ends)
     x = x.contiguous()
-    if _has_grouped_mm(x, weight):
+    if len(weight) < _MOST_GROUPS and _has_grouped_mm(x, weight):
         return linear_by_kernel(x, weight, ends)
     return linear_by_window(x, weight, ends, most)
 
@@ -56,7 +60,7 @@ def _outer(left: Tensor, right: Tensor, ends: Tensor, most: int) -> Tensor:
     if left.device.type == "cpu":
         return outer_by_loop(left, right, ends)
     left, right = left.contiguous(), right.contiguous()
-    if _has_grouped_mm(left, right):
+    if len(ends) < _MOST_GROUPS and _has_grouped_mm(left, right):
         return outer_by_kernel(left, right, ends)
     return outer_by_window(left, right, ends, most)
 
@@ -91,12 +95,13 @@ def _bounds(ends: Tensor) -> Iterator[tuple[int, int, int]]:
 
 def linear_by_kernel(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """torch's grouped product."""
-    return _grouped_mm(x, weight.transpose(1, 2), ends)
+    # Its rows may be padded; a shape of one's own is what torch.compile was told.
+    return _grouped_mm(x, weight.transpose(1, 2), ends).contiguous()
 
 
 def outer_by_kernel(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """torch's grouped product."""
-    out = _grouped_mm(left.t(), right, ends)
+    out = _grouped_mm(left.t(), right, ends).contiguous()
     # Some GPUs leave a product over no rows as the memory was (pytorch/pytorch issue 172439).
     return out.masked_fill_((ends == _starts(ends))[:, None, None], 0)
 

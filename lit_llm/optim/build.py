@@ -146,7 +146,7 @@ def _checked_options(
 
 
 def _fused(cls: type[Optimizer], known: bool, groups: list[dict[str, Any]], config: OptimizerConfig) -> bool:
-    parameters = (parameter for group in groups for parameter in group["params"])
+    parameters = [parameter for group in groups for parameter in group["params"]]
     unfit = next((p for p in parameters if p.device.type not in _FUSED_DEVICES or not p.is_floating_point()), None)
     if config.fused:
         if not known:
@@ -160,7 +160,10 @@ def _fused(cls: type[Optimizer], known: bool, groups: list[dict[str, Any]], conf
             )
         return True
     excluded = any(config.options.get(name) for name in ("foreach", "differentiable"))
-    return config.fused is None and cls in (Adam, AdamW, SGD) and unfit is None and not excluded
+    # torch has no fused SGD for what is split over processes.
+    split = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    known_good = (Adam, AdamW) if split else (Adam, AdamW, SGD)
+    return config.fused is None and cls in known_good and unfit is None and not excluded
 
 
 def _resolved(path: str) -> type[Optimizer]:

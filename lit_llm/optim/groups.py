@@ -27,7 +27,7 @@ def parameter_groups(
     - "decay": the matrices, and stacks of matrices, as of experts. With ``width_base`` at lr x width_base / width, the
       width that of the module's largest embedding.
     - "muon", with ``muon``: those of them that are hidden matrices, of exactly two dimensions and more than one row.
-      The head is none.
+      The head is none, nor is a router.
     - "no_decay": norm gains, biases and embeddings, the tied head among them: what an ``nn.Embedding`` owns counts as
       an embedding whoever else uses it.
     - "embedding": those embeddings, in a group of their own where ``embedding_lr_ratio`` is not 1.
@@ -68,7 +68,10 @@ def parameter_groups(
         elif parameter.ndim < 2 or name.endswith(("bias", "norm.weight")):
             group = "no_decay"
         else:
-            hidden = parameter.ndim == 2 and parameter.shape[0] > 1 and id(parameter) not in heads
+            # A router is a classifier, as the head is; without a z-loss its gradient has no part along all experts, and
+            # Muon would make one of the rounding that is left.
+            is_router = name.endswith(".gate.weight")
+            hidden = parameter.ndim == 2 and parameter.shape[0] > 1 and id(parameter) not in heads and not is_router
             group = "muon" if muon and hidden else "decay"
         named[group].append((name, parameter))
     return [

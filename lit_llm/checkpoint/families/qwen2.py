@@ -3,7 +3,7 @@
 from typing import Any
 
 from lit_llm.checkpoint.families.experts import SPARSE_STEP, read_sparse_step, write_sparse_step
-from lit_llm.checkpoint.families.family import RMS, SHARED, Family
+from lit_llm.checkpoint.families.family import RMS, SHARED, Family, Key
 from lit_llm.checkpoint.families.layout import STACKED, Names
 from lit_llm.checkpoint.families.windows import Windows, windows_of
 from lit_llm.model import ModelConfig
@@ -40,7 +40,10 @@ QWEN2_MOE = Family(
         **RMS,
         **SPARSE_STEP,
         "attention_bias": "qkv_bias",
-        "shared_expert_intermediate_size": "shared_expert_intermediate_size",
+        # It always has one: without, nothing of this family comes back.
+        "shared_expert_intermediate_size": Key(
+            "shared_expert_intermediate_size", lambda width: width, lambda width: width or 0
+        ),
         "num_experts": "num_experts",
     },
     fixed={"attention_output_bias": False},
