@@ -158,6 +158,22 @@ def test_options_of_adamw() -> None:
     assert config != OptimizerConfig()
 
 
+@pytest.mark.parametrize(("name", "fused"), [("torch.optim.SGD", None), ("adamw", True)])
+def test_what_is_fused_of_parameters_that_are_split(name: str, fused: bool | None, tmp_path: Any) -> None:
+    """torch has no fused SGD for them, and says so only at the step."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    module = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = build_optimizer(module, OptimizerConfig(name=name, weight_decay=0.0))
+    assert optimizer.param_groups[0]["fused"] is fused
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert build_optimizer(nn.Linear(4, 4), OptimizerConfig(name=name)).param_groups[0]["fused"] is True
+
+
 def test_fused_is_taken_by_classes_that_have_it() -> None:
     fused = {}
     for name in ("torch.optim.SGD", "torch.optim.Adagrad", "torch.optim.RMSprop"):
