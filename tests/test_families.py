@@ -124,6 +124,14 @@ def test_refusals_name_what_is_not_known() -> None:
         (_small("mistral", layer_types=["full_attention"] * 3), "layer_types ['full_attention'] are not known of"),
         (_small("qwen3", layer_types=["chunked_attention"] * 3), "'chunked_attention' is unknown"),
         ({"model_type": "llama", "vocab_size": 9}, "config.json does not say hidden_size"),
+        (_small("llama", num_hidden_layers="two"), "num_hidden_layers must be a whole number, got 'two'"),
+        (_small("llama", hidden_size="64"), "hidden_size must be a whole number, got '64'"),
+        (_small("llama", rope_parameters=3), "config.json has a value of a wrong kind"),
+        (_small("qwen3", layer_types=3, use_sliding_window=True), "config.json has a value of a wrong kind"),
+        (_small("gemma3_text", rope_parameters={"full_attention": 3}), "config.json has a value of a wrong kind"),
+        (_small("gemma3_text", query_pre_attn_scalar="x"), "config.json has a value of a wrong kind"),
+        ({"model_type": "gemma3", "text_config": {}}, "takes other inputs than text beside it"),
+        (_small("llama", quantization_config=True), "quantised"),
     ):
         with pytest.raises(UserError) as refused:
             config_of(keys)

@@ -56,14 +56,19 @@ def family_from(keys: Mapping[str, Any]) -> Family:
     """
     kind = keys.get("model_type")
     types = list(dict.fromkeys(family.model_type for family in FAMILIES))
-    if keys.get("quantization_config"):
-        method = keys["quantization_config"].get("quant_method", "unknown")
+    if quantised := keys.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
         raise UserError(
             f"config.json: the weights are quantised (quantization_config, {method}), which is not read; give the "
             "folder of the model as it was before"
         )
     families = [family for family in FAMILIES if family.model_type == kind]
     if not families:
+        if isinstance(keys.get("text_config"), Mapping):
+            raise UserError(
+                f"config.json: model_type {kind!r} takes other inputs than text beside it (text_config), which is not "
+                "read; give a model of text alone"
+            )
         near = difflib.get_close_matches(str(kind), types, n=1)
         architecture = ", ".join(keys.get("architectures") or []) or "no architecture"
         raise UserError(
@@ -80,7 +85,12 @@ def config_of(keys: Mapping[str, Any]) -> ModelConfig:
         UserError: a model that we do not compute; the line names what of it.
     """
     family = family_from(keys)
-    return ModelConfig(**family.read(keys), model_type=family.model_type)
+    try:
+        return ModelConfig(**family.read(keys), model_type=family.model_type)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"config.json has a value of a wrong kind, which cannot be read: {error}") from error
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -73,6 +73,7 @@ _FREE = {
     *("attention_dropout", "hidden_dropout", "embedding_dropout", "initializer_range", "model_type"),
     *("router_aux_loss_coef", "router_z_loss_coef", "unpadded_vocab_size", "bos_token_id", "eos_token_id"),
 }
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _SAID_BY_ALL = {"tie_word_embeddings": False, "attention_dropout": 0.0, "initializer_range": 0.02, "hidden_act": "silu"}
 
 
@@ -139,8 +140,11 @@ class Family:
         for name, key in self.fields.items():
             theirs, read = (key, None) if isinstance(key, str) else (key.name, key.read)
             if theirs in complete:
-                fields[name] = complete[theirs] if read is None else read(complete[theirs])
-            elif name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+                value = complete[theirs]
+                if name in _SIZES and (isinstance(value, bool) or not isinstance(value, int)):
+                    raise UserError(f"config.json: {theirs} must be a whole number, got {value!r}")
+                fields[name] = value if read is None else read(value)
+            elif name in _SIZES:
                 raise UserError(f"config.json does not say {theirs}, which a model of type {self.model_type} needs")
         # What is null means "as usual" here, and the family's default only where the key is not there at all.
         null = [name for name, value in keys.items() if value is None]
