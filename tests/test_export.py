@@ -279,6 +279,40 @@ def test_a_field_that_families_do_not_know_must_have_its_default() -> None:
     assert family_of(ModelConfig(**TINY)).model_type == "llama"
 
 
+GEMMA3 = {"norm_zero_centered": True, "embedding_multiplier": 8.0, "norm_placement": "sandwich", "use_qk_norm": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+LEARNED = {"norm_type": "layer_norm", "position_embedding": "learned", "mlp_type": "plain", "mlp_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "model_type"),
+    [
+        ({"no_rope_layers": [0, 1, 1]}, "smollm3"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, "mistral"),
+        ({"attention_multiplier": 0.3}, "granite"),
+        (GEMMA3, "gemma3_text"),
+        ({**GEMMA3, "attention_multiplier": 0.5, "sliding_window": 5}, "gemma3_text"),
+        ({**LEARNED, "attention_bias": True, "num_key_value_heads": 4, "attention_multiplier": 1.0}, "gpt2"),
+        ({**LEARNED, "attention_bias": True, "num_key_value_heads": 1}, "gpt_bigcode"),
+        ({**EXPERTS, "moe_intermediate_size": 32}, "mixtral"),
+        ({**EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse"], "use_qk_norm": True}, "qwen3_moe"),
+    ],
+)
+def test_models_from_scratch_find_their_family(fields: dict[str, Any], model_type: str, tmp_path: Path) -> None:
+    model = transformer(**fields)
+    model.save_pretrained(tmp_path / "out")
+    theirs = loaded(tmp_path / "out")
+    assert theirs.config.model_type == model_type
+    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-4, rtol=1e-5)
+    assert torch.equal(logits(Transformer.from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_what_a_class_would_not_take_is_refused(tmp_path: Path) -> None:
+    for fields in ({**GEMMA3, "attention_multiplier": 0.3}, {"no_rope_layers": [0, 1, 1], "clip_qkv": 1}):
+        with pytest.raises(UserError, match="no model class of transformers has"):
+            transformer(**fields).save_pretrained(tmp_path / "out")
+
+
 def test_the_family_that_a_model_came_from_is_preferred() -> None:
     """A Mistral without a window is a Llama to the letter, but whoever loaded one expects one back."""
     assert family_of(ModelConfig(**TINY)).model_type == "llama"

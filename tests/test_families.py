@@ -129,6 +129,11 @@ def test_refusals_name_what_is_not_known() -> None:
         (_small("llama", rope_parameters=3), "config.json has a value of a wrong kind"),
         (_small("qwen3", layer_types=3, use_sliding_window=True), "config.json has a value of a wrong kind"),
         (_small("gemma3_text", rope_parameters={"full_attention": 3}), "config.json has a value of a wrong kind"),
+        (
+            _small("gemma3_text", rope_parameters={"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}),
+            "rope_type 'linear' of sliding_attention is not known",
+        ),
+        (_small("olmo3", rope_parameters={"rope_theta": 5.0}), "rope_parameters must say it for full_attention"),
         (_small("gemma3_text", query_pre_attn_scalar="x"), "config.json has a value of a wrong kind"),
         ({"model_type": "gemma3", "text_config": {}}, "takes other inputs than text beside it"),
         (_small("llama", quantization_config=True), "quantised"),
@@ -156,3 +161,23 @@ def test_the_variant_is_told_by_its_constants() -> None:
     assert config_of(_small("falcon")).kv_heads == 1
     assert config_of(_small("stablelm", use_parallel_residual=True)).shared_norm
     json.dumps([family.config_json(_any_config(family)) for family in FAMILIES if not family.constants])
+
+
+def test_where_both_styles_are_there_rope_scaling_counts() -> None:
+    """As in transformers 5, which takes the rest of it from the keys of the older style too."""
+    both = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+        "rope_scaling": {"type": "linear", "factor": 4},
+    }
+    keys = _small("llama", **both, rope_theta=700.0)
+    theirs = _config_class("llama")(**{k: v for k, v in keys.items() if k != "model_type"}).rope_parameters
+    ours = config_of(keys)
+    assert ours.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+    assert (ours.rope_theta, theirs["rope_theta"], theirs["rope_type"]) == (700.0, 700.0, "linear")
+
+
+def test_a_window_of_0_is_none() -> None:
+    assert config_of(_small("qwen2_moe", sliding_window=0, use_sliding_window=True)).sliding_window is None
+    assert config_of(_small("mistral", sliding_window=0)).sliding_window is None
+    assert config_of(_small("mistral", sliding_window=None)).sliding_window is None
+    assert config_of(_small("mistral")).sliding_window == 4096

@@ -6,6 +6,7 @@ from typing import Any
 from lit_llm.checkpoint.families.family import RMS, SHARED, Family, Key, activation
 from lit_llm.checkpoint.families.rope import Rope
 from lit_llm.checkpoint.families.windows import Windows
+from lit_llm.model import ModelConfig
 
 
 def _activation(name: str) -> str:
@@ -13,12 +14,13 @@ def _activation(name: str) -> str:
     return "gelu_pytorch_tanh" if name == "gelu" else activation("").read(name)
 
 
-def _scalar(multiplier: float | None) -> float | int | None:
-    """The number whose root scores are divided by; a whole one as such, since transformers 5 insists on it."""
-    if multiplier is None:
-        return None
-    exact = multiplier**-2
-    return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-12) else exact
+def _write(config: ModelConfig) -> dict[str, Any]:
+    """The number by whose root scores are divided; transformers insists on a whole one, so others don't come back."""
+    return {"query_pre_attn_scalar": round(config.score_scale(0) ** -2)}
+
+
+def _read(keys: Any) -> dict[str, Any]:
+    return {"attention_multiplier": keys["query_pre_attn_scalar"] ** -0.5}
 
 
 _FIXED: dict[str, Any] = {
@@ -40,7 +42,6 @@ _LATER: dict[str, str | Key] = {
     "attention_bias": "attention_bias",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
-    "attention_multiplier": Key("query_pre_attn_scalar", lambda scalar: scalar**-0.5, _scalar),
 }
 _LATER_DEFAULTS = {**_DEFAULTS, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
 
@@ -72,6 +73,8 @@ GEMMA2 = Family(
     },
     constants={"use_bidirectional_attention": None},
     windows=Windows(layer_types=True, slides=lambda keys, layer: layer % 2 == 0),
+    read_more=_read,
+    write_more=_write,
 )
 
 GEMMA3 = Family(
@@ -90,4 +93,6 @@ GEMMA3 = Family(
     constants={"use_bidirectional_attention": False},
     rope=Rope(theta=1e6, local=10000.0, local_key="rope_local_base_freq"),
     windows=Windows(layer_types=True, slides=lambda keys, layer: (layer + 1) % keys["sliding_window_pattern"] != 0),
+    read_more=_read,
+    write_more=_write,
 )

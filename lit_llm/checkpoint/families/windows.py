@@ -54,6 +54,8 @@ class Windows:
         windows = windows_of(config)
         window = next((w for w in windows if w is not None), None)
         keys: dict[str, Any] = {"sliding_window": window}
+        if window is None and self.layer_types and not self.switch:
+            keys["sliding_window"] = config.max_position_embeddings  # some classes want one where no layer slides
         if self.switch:
             keys["use_sliding_window"] = window is not None
         if self.layer_types:
