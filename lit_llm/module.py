@@ -149,7 +149,7 @@ class LitLLM(SavedState, ModelSource, L.LightningModule):
             device = strategy.storage_device
         if device.type != "meta":
             model.to_empty(device=device)
-            self._fill(model)
+            self.fill_weights(model)
         self.model = model
         self._save_hparams()
 
@@ -187,6 +187,7 @@ class LitLLM(SavedState, ModelSource, L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Takes the data's tokenizer, vocabulary and row length, and refuses a precision that trains to NaN."""
+        self._drop_unfilled()
         precision = str(self.trainer.precision)
         if precision == "16-true" and stage == "fit":
             raise UserError(
@@ -234,6 +235,7 @@ class LitLLM(SavedState, ModelSource, L.LightningModule):
         """
         if not self._labels_checked:
             _refuse_unshifted(batch)
+            self._refuse_unread()
             self._labels_checked = True
         exact = self._boundary.takes_part(self.trainer) and self.automatic_optimization
         loss_sum, count = self.loss(batch)

@@ -349,5 +349,5 @@ def test_sources_that_hold_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="Hugging Face folder"):
         load_model(tmp_path)
-    with pytest.raises(UserError, match="no checkpoint at"):
+    with pytest.raises(UserError, match="there is nothing at"):
         load_model(tmp_path / "nothing.ckpt")

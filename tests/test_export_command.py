@@ -141,7 +141,7 @@ def test_a_run_is_exported_and_computes_the_same(run: Path, tmp_path: Path, caps
         f"  {out}: LlamaForCausalLM, {model.num_parameters():,} parameters in float32, "
         f"{4 * model.num_parameters() / 1e6:,.1f} MB in "
     )
-    assert lines[1].endswith(" files; tokenizer with chat template")
+    assert lines[1].endswith(" files; tokenizer with the chat template ChatML, by which lit-llm renders chats")
     assert lines[2] == f'  load it by transformers.AutoModelForCausalLM.from_pretrained("{out}")'
     assert len(lines) == 3
     assert len(list(out.glob("model-*.safetensors"))) > 1
@@ -185,7 +185,7 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
         ([str(run), *out, "--dtpye", "x"], "unknown '--dtpye'; did you mean --dtype?"),
         ([str(run), "--output", str(tmp_path / "full")], "is not empty and no earlier export"),
         ([str(run), "--output", str(run)], "is not empty and no earlier export"),
-        ([str(tmp_path / "nothing"), *out], "no checkpoint at"),
+        ([str(tmp_path / "nothing"), *out], "there is nothing at"),
         ([str(tmp_path / "full"), *out], "no checkpoint in"),
         ([str(tmp_path / "hf"), *out], "looks like a Hugging Face folder"),
         ([str(tmp_path / "odd.ckpt"), *out], "model.config.final_logit_softcapping 30.0 beside"),

@@ -36,7 +36,8 @@ _OF_ONE = {
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
         "num_key_value_heads",  # which multi_query says
     },
-    "phi3": {"original_max_position_embeddings"},  # read with rope_scaling, where there is one
+    # Read with rope_scaling, where there is one; and applied nowhere.
+    "phi3": {"original_max_position_embeddings", "embd_pdrop"},
     "gemma3_text": {"_sliding_window_pattern", "attn_logit_softcapping"},  # layer_types says it; it means nothing there
     "qwen3_moe": {"num_local_experts", "max_window_layers"},
 }
@@ -67,14 +68,14 @@ def _small(model_type: str, **more: Any) -> dict[str, Any]:
     }.get(model_type, {name: TINY[name] for name in TINY if name.startswith(("vocab", "hidden", "num"))})
     if model_type in ("gpt_neox", "falcon"):
         sizes = {name: size for name, size in sizes.items() if name != "num_key_value_heads"}
+    if model_type not in ("gpt2", "gpt_bigcode", "falcon"):
+        sizes = {**sizes, "intermediate_size": 128}
     return {"model_type": model_type, **sizes, **more}
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_what_is_left_out_means_what_it_means_to_transformers(model_type: str) -> None:
     bare = _small(model_type)
-    if model_type not in ("gpt2", "gpt_bigcode", "falcon"):
-        bare["intermediate_size"] = 128
     complete = _config_class(model_type)(**{k: v for k, v in bare.items() if k != "model_type"}).to_dict()
     ours = config_of(bare)
     theirs = config_of(complete | {"model_type": model_type})
@@ -124,6 +125,11 @@ def test_refusals_name_what_is_not_known() -> None:
         (_small("mistral", layer_types=["full_attention"] * 3), "layer_types ['full_attention'] are not known of"),
         (_small("qwen3", layer_types=["chunked_attention"] * 3), "'chunked_attention' is unknown"),
         ({"model_type": "llama", "vocab_size": 9}, "config.json does not say hidden_size"),
+        ({k: v for k, v in _small("llama").items() if k != "intermediate_size"}, "does not say intermediate_size"),
+        (_small("mistral", sliding_window=0), "sliding_window 0 lets no key be seen"),
+        (_small("olmo2", head_dim=24), "head_dim 24 is not hidden_size / num_attention_heads"),
+        (_small("qwen3", rope_parameters={"full_attention": {}}), "for each type of layer are not known of qwen3"),
+        (_small("gemma3_text", rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling says type"),
         (_small("llama", num_hidden_layers="two"), "num_hidden_layers must be a whole number, got 'two'"),
         (_small("llama", hidden_size="64"), "hidden_size must be a whole number, got '64'"),
         (_small("llama", rope_parameters=3), "config.json has a value of a wrong kind"),
@@ -147,7 +153,7 @@ def test_refusals_name_what_is_not_known() -> None:
 def test_files_of_a_family_stay_small() -> None:
     folder = Path(str(Path(__file__).parent.parent / "lit_llm/checkpoint/families"))
     for path in folder.glob("*.py"):
-        if path.name not in ("family.py", "layout.py"):
+        if path.name not in ("family.py", "layout.py", "rope.py"):
             assert len(path.read_text().splitlines()) <= 120, path.name
 
 
@@ -176,8 +182,35 @@ def test_where_both_styles_are_there_rope_scaling_counts() -> None:
     assert (ours.rope_theta, theirs["rope_theta"], theirs["rope_type"]) == (700.0, 700.0, "linear")
 
 
-def test_a_window_of_0_is_none() -> None:
-    assert config_of(_small("qwen2_moe", sliding_window=0, use_sliding_window=True)).sliding_window is None
-    assert config_of(_small("mistral", sliding_window=0)).sliding_window is None
+def test_windows_that_are_none() -> None:
+    assert config_of(_small("qwen2_moe", sliding_window=0, use_sliding_window=False)).sliding_window is None
     assert config_of(_small("mistral", sliding_window=None)).sliding_window is None
     assert config_of(_small("mistral")).sliding_window == 4096
+
+
+def test_olmo3_has_a_base_of_its_own_where_windows_slide() -> None:
+    """As transformers 5 has it: the older style's rope_theta is for the full layers alone."""
+    config = config_of(_small("olmo3", rope_theta=10000.0))
+    assert (config.rope_theta, config.rope_local_base_freq) == (10000.0, 500000.0)
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    config = config_of(_small("falcon", new_decoder_architecture=True, num_ln_in_parallel_attn=None, bias=None))
+    assert (config.shared_norm, config.attention_bias) == (False, False)
+    assert config_of(_small("gpt_neox", hidden_dropout=0.25)).embedding_dropout == 0.25
+
+
+def test_a_dense_model_is_of_no_family_of_mixtures() -> None:
+    for model_type in ("mixtral", "qwen3_moe", "olmoe", "granitemoe", "qwen2_moe"):
+        config = ModelConfig(**TINY, model_type=model_type)
+        assert family_of(config).model_type == "llama"
+
+
+def test_truncate_of_a_type_of_layers_is_passed_over() -> None:
+    """transformers looks for it beside the types, where nobody writes it; an export that needs it is refused."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e6}
+    keys = _small("gemma3_text", rope_parameters={"full_attention": {**yarn, "truncate": False}})
+    config = config_of(keys)
+    assert "truncate" not in (config.rope_scaling or {})
+    with pytest.raises(UserError, match="rope_scaling yarn"):
+        family_of(dataclasses.replace(config, rope_scaling={**yarn, "truncate": False}))

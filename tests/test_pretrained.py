@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from lit_llm import LitLLM, TokenDataModule, Tokenizer
@@ -355,7 +355,7 @@ def test_mistakes_are_one_line(folder: str, store: str, cli: Callable[..., Any],
         (["generate", "strange", "--prompt=a"], "model_type 'xyz'"),
         (["generate", "torn", "--prompt=a"], "torn/model.safetensors is truncated"),
         (["export", "torn", "--output=out"], "torn/model.safetensors is truncated"),
-        (["export", "nothing", "--output=out"], "no checkpoint at nothing"),
+        (["export", "nothing", "--output=out"], "there is nothing at nothing"),
     ):
         code, _, err = cli(*words)
         assert code == 2, (words, err)
@@ -454,3 +454,14 @@ def test_two_ranks_read_their_parts_and_save_the_whole(tmp_path: Path) -> None:
         assert set(saved) == set(original)
         assert all(torch.equal(saved[key], tensor) for key, tensor in original.items())
         assert all("is a file; choose another --output" in found[name]["refused"] for found in ranks)  # on both
+
+
+def test_damaged_weights_are_refused_by_name(folder: str, tmp_path: Path) -> None:
+    """Training on them would skip step after step and blame the batches."""
+    tensors = load_file(Path(folder) / "model.safetensors")
+    name = sorted(name for name in tensors if name.endswith("norm.weight"))[-1]
+    tensors[name][3] = float("nan")
+    shutil.copytree(folder, tmp_path / "broken")
+    save_file(tensors, tmp_path / "broken" / "model.safetensors")
+    with pytest.raises(UserError, match=r"norm\.weight holds NaN or infinity"):
+        LitLLM(pretrained=str(tmp_path / "broken")).configure_model()

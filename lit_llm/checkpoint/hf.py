@@ -88,6 +88,7 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     generation: Mapping[str, Any] | None = None,
+    chatml: bool = True,
 ) -> Exported:
     """Writes a folder that transformers' ``from_pretrained`` loads: weights, configurations and tokenizer.
 
@@ -103,6 +104,8 @@ def export(
         dtype: of the weights; None: as they are.
         max_shard_size: bytes of weights in a file, or text such as ``5GB`` (10^9 bytes) or ``500MiB``.
         generation: keys of the generation_config.json that the model came with, which are passed on.
+        chatml: whether a tokenizer without a chat template gets the one that lit-llm renders chats by, ChatML, where it
+            has the tokens; the model then ends where a turn does. False for what was not trained here.
 
     Raises:
         UserError: no family has such a model, tensors that do not fit the configuration, values that ``dtype`` cannot
@@ -119,10 +122,10 @@ def export(
     assemble = _Assembly(weights)
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in planned))
     with new_folder(Path(folder), check_output, "lit-llm export") as fresh:
-        texts = {} if tokenizer is None else tokenizer_files(tokenizer)
+        texts = {} if tokenizer is None else tokenizer_files(tokenizer, chatml)
         for name, text in texts.items():
             (fresh / name).write_bytes(text.encode("utf-8"))
-        for name, content in _configurations(family, config, tokenizer, widest, generation).items():
+        for name, content in _configurations(family, config, tokenizer, widest, generation, chatml).items():
             (fresh / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         files = write_shards(fresh, planned, max_bytes, lambda tensor: assemble(theirs[tensor.name], tensor.dtype))
     return Exported(
@@ -145,17 +148,25 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     generation: Mapping[str, Any] | None = None,
+    chatml: bool | None = None,
 ) -> Exported:
     """:func:`export` of a Transformer in memory.
 
     Where its weights are spread over processes all of them call it; the first one writes, to which the others send
     tensor after tensor, and all return when the folder is there.
 
+    Args:
+        model: whose weights go out.
+        folder, tokenizer, dtype, max_shard_size, generation: as there.
+        chatml: as there; None: for a model that came from no other folder.
+
     Raises:
         UserError: as there, on all processes; and a model on the meta device.
     """
+    chatml = model.config.model_type is None if chatml is None else chatml
     weights = ModelWeights(model)
     options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size, "generation": generation}
+    options["chatml"] = chatml
     return weights.together(lambda: export(weights, model.config, folder, tokenizer, **options))
 
 
@@ -230,6 +241,7 @@ def _configurations(
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     carried: Mapping[str, Any] | None,
+    chatml: bool,
 ) -> dict[str, dict[str, Any]]:
     ids: dict[str, Any] = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     ids["pad_token_id"] = None  # said even so: some families have one by default, beyond a small vocabulary
@@ -240,7 +252,7 @@ def _configurations(
     word = str(dtype).removeprefix("torch.")
     keys = {**family.config_json(config), **ids, "dtype": word, "torch_dtype": word, "use_cache": True}
     keys |= {"transformers_version": _TRANSFORMERS, _MARK: 1}
-    own = {**ids, "eos_token_id": _ends(ids["eos_token_id"], tokenizer), "transformers_version": _TRANSFORMERS}
+    own = {**ids, "eos_token_id": _ends(ids["eos_token_id"], tokenizer, chatml), "transformers_version": _TRANSFORMERS}
     generation = dict(carried or {})
     generation.pop("_from_model_config", None)  # else transformers takes config.json's word for it
     generation |= {name: value for name, value in own.items() if value is not None or name not in generation}
@@ -251,9 +263,11 @@ def _configurations(
     return {CONFIG_FILE: keys, GENERATION_FILE: generation}
 
 
-def _ends(eos: int | list[int] | None, tokenizer: Tokenizer | None) -> int | list[int] | None:
+def _ends(eos: int | list[int] | None, tokenizer: Tokenizer | None, chatml: bool) -> int | list[int] | None:
     """Where transformers' generate ends: the model's EOS, and what ends a turn, as `lit-llm predict` with chats."""
     own = [eos] if isinstance(eos, int) else eos or []
+    if not chatml and tokenizer is not None and tokenizer.chat_template is None:
+        tokenizer = None
     with suppress(UserError):  # a template that renders no chat
         own = [*own, *(i for i in (turn_end_ids(tokenizer) if tokenizer is not None else []) if i not in own)]
     return own[0] if len(own) == 1 else own or None

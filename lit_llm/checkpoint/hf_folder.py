@@ -136,7 +136,9 @@ def open_folder(source: str | Path, *, weights: bool = True) -> HFFolder:
     if Path(source).is_file() and Path(source).name != CONFIG_FILE:
         config = Path(source)
     if not config.is_file():
-        raise UserError(f"{path} is no Hugging Face folder: it has no {CONFIG_FILE}")
+        ours = path.suffix == ".ckpt" or (path / "checkpoints").is_dir()
+        way = f"; `lit-llm export {path} --output FOLDER` makes one of it" if ours else ""
+        raise UserError(f"{path} is no Hugging Face folder: it has no {CONFIG_FILE}{way}")
     keys = _read(config)
     if not keys or "model_type" not in keys:
         raise UserError(f"{path} looks like a Hugging Face folder, but its config.json names no model_type")
@@ -168,7 +170,7 @@ def config_like(name: str) -> dict[str, Any]:
 
 def from_pretrained(
     source: str | Path,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     *,
     device: str | torch.device | None = None,
     attention_backend: str = "auto",
@@ -179,13 +181,18 @@ def from_pretrained(
 
     Args:
         source: a folder with config.json and safetensors, or ``org/model[@revision]`` of the hub.
-        dtype: of the weights; None: as in the files, the widest where they differ.
+        dtype: of the weights, also by its name (``bfloat16``); None: as in the files, the widest where they differ.
         device: where they go; None: torch's default device.
         attention_backend: of :func:`lit_llm.ops.attention`.
 
     Raises:
         UserError: no such folder, a model that our Transformer does not cover, or files that do not fit it.
     """
+    if isinstance(dtype, str):
+        named = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(named, torch.dtype) or not named.is_floating_point:
+            raise UserError(f"dtype {dtype!r} is none of weights; give float32, bfloat16, float16 or None")
+        dtype = named
     return model_of(open_folder(source).weights, dtype, device, attention_backend)
 
 

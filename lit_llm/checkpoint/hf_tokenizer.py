@@ -15,12 +15,13 @@ _CLASS = "PreTrainedTokenizerFast"
 _OF_A_CLASS = ("auto_map", "add_eos_token", "add_prefix_space", "legacy", "from_slow", "use_fast")
 
 
-def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+def tokenizer_files(tokenizer: Tokenizer, chatml: bool = True) -> dict[str, str]:
     """File name to content.
 
     They are the files that the tokenizer carries, changed only where AutoTokenizer would read them otherwise: what is
     put before a text is done by tokenizer.json itself, and padding, truncation and dropout are off. Without a chat
-    template, ChatML is written where the vocabulary has its tokens, for it is what lit-llm renders chats by then.
+    template, ChatML is written where the vocabulary has its tokens, for it is what lit-llm renders chats by then; not
+    so with ``chatml`` False.
     """
     files = tokenizer.to_files()
     config: dict[str, Any] = json.loads(files.get(CONFIG_FILE, "{}"))
@@ -40,7 +41,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     if "add_prefix_space" in first:
         changed["add_prefix_space"] = first["add_prefix_space"]
     specials = {token["content"] for token in content.get("added_tokens", []) if token.get("special")}
-    if tokenizer.chat_template is None and specials.issuperset(CHAT_TOKENS):
+    if chatml and tokenizer.chat_template is None and specials.issuperset(CHAT_TOKENS):
         changed["chat_template"] = CHATML
     files[CONFIG_FILE] = json.dumps(changed, ensure_ascii=False, indent=2) + "\n"
     return files

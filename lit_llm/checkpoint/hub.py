@@ -10,7 +10,9 @@ from lit_llm.errors import UserError
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _SHAPE = ["*.json", "*.jinja"]
-_FILES = [*_SHAPE, "*.safetensors", "tokenizer.model", "spiece.model", "*.tiktoken", "merges.txt", "vocab.bpe"]
+_FILES = [*_SHAPE, "*.safetensors", "*.model", "*.tiktoken", "merges.txt", "vocab.bpe"]
+# Folders within, and weights in other formats and precisions than those that config.json speaks of.
+_OTHERS = ["*/*", "consolidated*", "*.fp16.safetensors", "*.fp32.safetensors"]
 _ELSEWHERE = "a local folder works without the hub"
 
 
@@ -55,7 +57,7 @@ def _fetched(name: str, revision: str | None, files: list[str]) -> Path:
             f"{shown} is no folder here, and names of the hub need huggingface_hub: pip install 'lit-llm[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=_OTHERS))
     except Exception as error:  # which take many forms over its releases
         raise UserError(f"{shown} {_why(error)}") from error
 

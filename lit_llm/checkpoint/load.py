@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +47,11 @@ def load_model(
     if isinstance(weights, Pretrained):
         if opened.tokenizer is None:
             raise UserError(f"{path} holds no tokenizer (tokenizer.json), so there is no text to make; put one into it")
-        model = model_of(weights, dtype, target)
-        return model.requires_grad_(False), Tokenizer.from_files(opened.tokenizer)
+        model, tokenizer = model_of(weights, dtype, target), Tokenizer.from_files(opened.tokenizer)
+        config = model.config
+        if config.unpadded_vocab_size is None and tokenizer.vocab_size < config.vocab_size:
+            model.config = replace(config, unpadded_vocab_size=tokenizer.vocab_size)  # no id without a text
+        return model.requires_grad_(False), tokenizer
     if opened.tokenizer is None:
         raise UserError(f"{path} holds no tokenizer: it was trained on data without one, so there is no text to make")
     with torch.device("meta"):
@@ -154,6 +158,13 @@ def _open(given: str | Path) -> Found | HFFolder:
     source = Path(given)
     if is_hub_name(given):
         return open_folder(given)
+    if not source.exists():
+        raise UserError(
+            f"there is nothing at {source}; give a run's folder, a checkpoint, or a Hugging Face folder (or a name on "
+            "the hub, org/model)"
+        )
+    if source.is_file() and (source.suffix == ".safetensors" or is_hf_folder(source)):
+        raise UserError(f"{source} is a part of a Hugging Face folder; give the folder, {source.parent}")
     is_run = source.is_dir() and ((source / CHECKPOINTS).is_dir() or source.suffix != SUFFIX)
     if is_run and is_hf_folder(source) and not list_checkpoints(source):
         return open_folder(source)

@@ -55,8 +55,9 @@ class Pretrained:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor; of several pieces, the widest."""
-        return reduce(torch.promote_types, (self.tensors.dtype(self._file_name(one)) for one in self._pieces[name]))
+        """Of a tensor; of several pieces, the widest. Eight bits, which nothing computes in, are read as bfloat16."""
+        found = (self.tensors.dtype(self._file_name(one)) for one in self._pieces[name])
+        return reduce(torch.promote_types, (torch.bfloat16 if one.itemsize == 1 else one for one in found))
 
     @property
     def widest(self) -> torch.dtype:
@@ -176,6 +177,15 @@ def load_into(model: Transformer, weights: Pretrained) -> None:
         plain = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
         part, offsets = part_and_offsets(parameter)
         weights.read_into(plain, part, offsets)
+
+
+def first_not_finite(model: Transformer) -> str | None:
+    """The first parameter of which this process holds a NaN or an infinity, if any; reads each once."""
+    for name, parameter in model.named_parameters():
+        part = part_and_offsets(parameter)[0].detach()
+        if part.numel() and not bool(torch.stack(torch.aminmax(part)).isfinite().all()):
+            return name
+    return None
 
 
 def _some(names: list[str]) -> str:

@@ -72,6 +72,9 @@ class SafetensorsFile:
         if hasattr(self, "_file"):
             self._file.close()
 
+    def __reduce__(self) -> tuple[type[SafetensorsFile], tuple[Path]]:
+        return SafetensorsFile, (self.path,)  # a copy opens the file for itself
+
     def names(self) -> list[str]:
         """Of all tensors, in the order of the header."""
         return list(self._entries)

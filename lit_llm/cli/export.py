@@ -38,6 +38,7 @@ def run(args: Namespace) -> int:
 
     from lit_llm.checkpoint import open_weights
     from lit_llm.checkpoint.hf import check_output, export, shard_bytes
+    from lit_llm.checkpoint.pretrained import Pretrained
     from lit_llm.data.tokenizer import Tokenizer
     from lit_llm.model import ModelConfig
 
@@ -47,18 +48,23 @@ def run(args: Namespace) -> int:
     config = ModelConfig.from_dict(opened.config)
     tokenizer = None if opened.tokenizer is None else Tokenizer.from_files(opened.tokenizer)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    came_so = isinstance(opened.weights, Pretrained)  # nothing was trained: it goes out as it is
     options: dict[str, Any] = {"dtype": dtype, "max_shard_size": args.max_shard_size, "generation": opened.generation}
+    options["chatml"] = not came_so
     done = export(opened.weights, config, args.output, tokenizer, **options)
     print(f"{opened.path} is exported:")
-    for line in _told(done):
+    chatml = done.chat_template and tokenizer is not None and tokenizer.chat_template is None
+    for line in _told(done, chatml):
         print(f"  {line}")
     return 0
 
 
-def _told(done: Exported) -> list[str]:
+def _told(done: Exported, chatml: bool) -> list[str]:
     files = "1 file" if done.files == 1 else f"{done.files} files"
     dtype = str(done.dtype).removeprefix("torch.")
     tokenizer = f"tokenizer {'with' if done.chat_template else 'without'} chat template"
+    if chatml:
+        tokenizer = "tokenizer with the chat template ChatML, by which lit-llm renders chats"
     if not done.tokenizer:
         tokenizer = "no tokenizer: the checkpoint has none"
     return [

@@ -188,12 +188,13 @@ class RunCLI(LightningCLI):
         if self.arguments.print_schedule or (which is None and self._trains):
             return None
         if which is None and self._pretrained is not None and "pretrained" in self.arguments.typed:
-            say(f"weights: {self._pretrained}; --ckpt_path last would take the run's checkpoint")
+            other = "; --ckpt_path last would take the run's checkpoint" if self._newest() is not None else ""
+            say(f"weights: {self._pretrained}{other}")
             return None
         found = find_in_folder(self._place, which or "last", weights_only=self.config.weights_only is not False)
         if found is None:
             place = self._place
-            if self._pretrained is not None:
+            if self._pretrained is not None and (which is None or self.command == "fit"):
                 say(f"no checkpoint in {place}: the weights of {self._pretrained}")
                 return None
             if self.command != "fit":
@@ -206,7 +207,8 @@ class RunCLI(LightningCLI):
             return None
         for line in found.skipped:
             say(f"passed over: {line}")
-        say(f"checkpoint: {found.path} (step {found.content.get('global_step', 'unknown')})")
+        unread = "" if self._pretrained is None else f"; {self._pretrained} is not read"
+        say(f"checkpoint: {found.path} (step {found.content.get('global_step', 'unknown')}){unread}")
         if self._trains and "optimizer_states" not in found.content:
             raise UserError(f"{found.path} holds weights only, without what resuming needs; give another --ckpt_path")
         return found

@@ -36,6 +36,7 @@ class TextStream:
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._size: int | None = getattr(tokenizer, "vocab_size", None)
         self._stop = tuple(stop)
         self._window: list[int] = []
         self._known = 0  # characters of the window's text that are settled already
@@ -83,7 +84,9 @@ class TextStream:
         return self._hand_on(rest)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        # A model may have more ids than its tokenizer, which stand for no text.
+        known = ids if self._size is None else [i for i in ids if i < self._size]
+        return self._tokenizer.decode(known, skip_special_tokens=True)
 
     def _hand_on(self, piece: str) -> str:
         self.text += piece

@@ -186,7 +186,9 @@ class ModelConfig:
             if getattr(self, name) is not None:
                 self._set(name, tuple(getattr(self, name)))
         if isinstance(self.eos_token_id, list | tuple):
-            self._set("eos_token_id", tuple(int(i) for i in self.eos_token_id))
+            self._set("eos_token_id", tuple(_number("eos_token_id", i, int) for i in self.eos_token_id))
+        else:
+            self._set("eos_token_id", _number("eos_token_id", self.eos_token_id, int))
         if self.attention_output_bias is None:
             self._set("attention_output_bias", self.attention_bias)
         if self.qk_norm_bias is None:

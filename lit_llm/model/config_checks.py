@@ -112,7 +112,9 @@ def _check_experts(config: ModelConfig) -> None:
         if "sparse" in (config.mlp_layer_types or ()):
             raise UserError("model.config.mlp_layer_types has sparse layers; give num_experts as well")
     else:
-        if config.num_experts_per_tok is None or config.num_experts_per_tok > config.num_experts:
+        if config.num_experts_per_tok is None:
+            raise UserError(f"model.config.num_experts_per_tok is missing beside num_experts {config.num_experts}")
+        if config.num_experts_per_tok > config.num_experts:
             raise UserError(
                 f"model.config.num_experts_per_tok must be between 1 and num_experts {config.num_experts}, got "
                 f"{config.num_experts_per_tok}"

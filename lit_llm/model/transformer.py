@@ -167,7 +167,7 @@ class Transformer(nn.Module):
         return KVCache(self.config, batch_size, capacity, self.device, dtype or self.embed_tokens.weight.dtype)
 
     @classmethod
-    def from_pretrained(cls, source: str | Path, dtype: torch.dtype | None = None, **options: Any) -> Transformer:
+    def from_pretrained(cls, source: str | Path, dtype: torch.dtype | str | None = None, **options: Any) -> Transformer:
         """A model out of a folder in Hugging Face's format; see :func:`lit_llm.checkpoint.hf_folder.from_pretrained`.
 
         Args:

@@ -140,7 +140,7 @@ def attention(
 
     problem = Problem(scale, causal, window, softcap, cu_seqlens, max_seqlen or 0, key_lengths, dropout)
     device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+    if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return _run(q.to(dtype), k.to(dtype), v.to(dtype), problem, backend)

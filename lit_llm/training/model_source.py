@@ -7,12 +7,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lit_llm.checkpoint.compare import misfits
 from lit_llm.checkpoint.find import read_checkpoint
 from lit_llm.checkpoint.hf_folder import HFFolder, config_like, open_folder
-from lit_llm.checkpoint.pretrained import load_into
+from lit_llm.checkpoint.pretrained import first_not_finite, load_into
 from lit_llm.data.tokenizer import Tokenizer
 from lit_llm.errors import UserError
 from lit_llm.model import ModelConfig, Transformer
@@ -41,6 +43,8 @@ class ModelSource(_Base):
     """Keys of the generation_config.json that the model came with."""
     _hf_folder: HFFolder | None = None
     _checkpoint_config: dict[str, Any] | None = None  # of the checkpoint that is loaded
+    _were_filled = False  # whether the model has got its first values here
+    _weights_come = False  # whether they are but drawn, since a checkpoint is to bring others
 
     @property
     def trainer(self) -> L.Trainer:
@@ -69,6 +73,8 @@ class ModelSource(_Base):
         if weights is not None:
             self._refuse_other_shapes(weights, config)
         if self.vocab_size is not None and self.vocab_size > config.vocab_size:
+            if weights is not None and self._loads_checkpoint:
+                return config  # which the tokenizer is compared with when it is loaded
             if weights is not None:
                 raise UserError(
                     f"data.store has {self.vocab_size} ids, the pretrained head of {self.pretrained} "
@@ -127,9 +133,9 @@ class ModelSource(_Base):
 
     @property
     def _loads_checkpoint(self) -> bool:
-        """Whether all weights are replaced before they are used."""
+        """Whether all weights are replaced before they are used; a checkpoint may hold a part of them otherwise."""
         coming = self._trainer is not None and getattr(self._trainer, "ckpt_path", None) is not None
-        return coming or self._checkpoint_config is not None
+        return self.strict_loading and (coming or self._checkpoint_config is not None)
 
     @property
     def _folder(self) -> HFFolder:
@@ -143,14 +149,48 @@ class ModelSource(_Base):
         """Whether the model's weights come from the pretrained folder."""
         return self.pretrained is not None and self.model is None and not self._loads_checkpoint
 
-    def _fill(self, model: Transformer) -> None:
-        """Gives a model whose parameters are allocated its first values."""
-        if not self._reads_folder():
+    def fill_weights(self, model: Transformer) -> None:
+        """Gives a model whose parameters are allocated its first values: the pretrained folder's, or drawn ones.
+
+        For a ``configure_model`` of one's own, which makes the model by itself.
+
+        Raises:
+            UserError: weights that are NaN or infinite.
+        """
+        self._were_filled, self._weights_come = True, self.pretrained is not None and self._loads_checkpoint
+        if self.pretrained is None or self._weights_come:
             model.init_weights(self.seed)
             return
         load_into(model, self._folder.weights)
+        self._refuse_damaged(model)
+        rank_zero_info(f"weights: {self.pretrained}")
         self.hf_generation = self._folder.generation
         self._hf_folder = None  # with its open files
+
+    def _refuse_damaged(self, model: Transformer) -> None:
+        """Weights that are no numbers would skip step after step; all processes learn of one that has some."""
+        mine = first_not_finite(model)
+        found = [mine]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            found = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(found, mine)
+        if name := next(filter(None, found), None):
+            raise UserError(
+                f"{self.pretrained}: {name} holds NaN or infinity, so the weights are damaged; fetch them anew"
+            )
+
+    def _drop_unfilled(self) -> None:
+        """Forgets a model whose weights were to come from a checkpoint that then could not be loaded."""
+        if self._weights_come and self.model is not None:
+            self.model, self._weights_come, self._were_filled = None, False, False
+
+    def _refuse_unread(self) -> None:
+        """A folder that a ``configure_model`` of one's own has passed over would be missed only in the losses."""
+        if self.pretrained is not None and not self._were_filled:
+            raise UserError(
+                f"{type(self).__name__}.configure_model makes a model without the weights of pretrained "
+                f"{self.pretrained}; call super().configure_model(), or self.fill_weights(model)"
+            )
 
     # The tokenizer
 

@@ -60,6 +60,8 @@ class SavedState(_Base):
     tokenizer: Tokenizer | None
     hf_generation: dict[str, Any] | None
     _checkpoint_config: dict[str, Any] | None
+    _weights_come: bool
+    _were_filled: bool
     _window: StepWindow
     _boundary: StepBoundary
     _sources: list[tuple[str, str]]
@@ -135,7 +137,7 @@ class SavedState(_Base):
         if saved["tokenizer"] is not None:
             self.tokenizer = Tokenizer.from_files(saved["tokenizer"])
             self._refuse_other_tokenizer()
-        self._checkpoint_config = saved["config"]
+        self._checkpoint_config, self._weights_come, self._were_filled = saved["config"], False, True
         self.hf_generation = saved.get("generation_config")
         if self.model is None:
             self.configure_model()

@@ -34,8 +34,8 @@ def _family(norms: Modules, constants: Mapping[str, Any], parallel: bool, shared
         fixed={
             "norm_type": "layer_norm",
             "mlp_type": "plain",
-            "mlp_bias": lambda fields: fields["attention_bias"],
-            "attention_output_bias": lambda fields: fields["attention_bias"],
+            "mlp_bias": lambda fields: fields.get("attention_bias", False),
+            "attention_output_bias": lambda fields: fields.get("attention_bias", False),
             "use_parallel_residual": parallel,
             "shared_norm": shared,
             **({"num_key_value_heads": 1} if constants.get("multi_query") else {}),

@@ -117,7 +117,7 @@ class Family:
 
     def violated(self, keys: Keys) -> list[str]:
         """The constants that a config.json has another value of, with that value."""
-        complete = {**self.defaults, **keys}
+        complete = {**self.defaults, **{name: value for name, value in keys.items() if value is not None}}
         return [
             f"{name} {complete[name]!r}"
             for name, value in self.constants.items()
@@ -144,13 +144,19 @@ class Family:
                 if name in _SIZES and (isinstance(value, bool) or not isinstance(value, int)):
                     raise UserError(f"config.json: {theirs} must be a whole number, got {value!r}")
                 fields[name] = value if read is None else read(value)
-            elif name in _SIZES:
+            elif name in _SIZES or theirs == "intermediate_size":
                 raise UserError(f"config.json does not say {theirs}, which a model of type {self.model_type} needs")
         # What is null means "as usual" here, and the family's default only where the key is not there at all.
         null = [name for name, value in keys.items() if value is None]
         fields = {n: v for n, v in fields.items() if _name_of(self.fields[n]) not in null}
         if self.head_dim != "derived" and complete.get("head_dim") is not None and "head_dim" not in null:
             fields["head_dim"] = complete["head_dim"]
+        width = complete.get("head_dim") if self.head_dim == "derived" and self.rope is not None else None
+        if width is not None and width * fields["num_attention_heads"] != fields["hidden_size"]:
+            raise UserError(
+                f"config.json: head_dim {width} is not hidden_size / num_attention_heads, as every model of type "
+                f"{self.model_type} has it"
+            )
         if self.rope is not None:
             fields |= self.rope.read({**complete, "model_type": self.model_type})
         if self.windows is not None:
@@ -173,6 +179,8 @@ class Family:
         wrong = []
         if self.head_dim == "whole" and config.hidden_size % config.num_attention_heads:
             wrong.append("head_dim")
+        if "num_experts" in self.fields and not any(map(config.is_sparse, range(config.num_hidden_layers))):
+            wrong.append("num_experts")  # its class builds some, whatever is said
         mine, theirs = _meaning(config), _meaning(back)
         wrong += [name for name in mine if not _equal(mine[name], theirs[name])]
         return [f"{name} {_shown(getattr(config, name))}" for name in dict.fromkeys(wrong)]
@@ -202,7 +210,9 @@ class Family:
     def names_in(self, found: Container[str], config: ModelConfig) -> Names:
         """Those of its names that the tensors of files have; the usual ones where none fit."""
         every = (self.names, *self.other_names)
-        return next((n for n in every[1:] if all(one in found for one in self.tensors(config, n))), every[0])
+        if len(every) == 1:
+            return self.names
+        return next((n for n in every if all(one in found for one in self.tensors(config, n))), self.names)
 
 
 def _name_of(key: str | Key) -> str:

@@ -34,7 +34,7 @@ GPT_NEOX = Family(
         "norm_type": "layer_norm",
         "mlp_type": "plain",
         "mlp_bias": True,
-        "attention_output_bias": lambda fields: fields["attention_bias"],
+        "attention_output_bias": lambda fields: fields.get("attention_bias", False),
     },
     defaults={
         "hidden_act": "gelu",
@@ -48,4 +48,6 @@ GPT_NEOX = Family(
     rope=Rope(theta_key="rotary_emb_base", partial=0.25, partial_key="rotary_pct"),
     names=_names("embed_out"),
     other_names=(_names("lm_head"),),
+    # Which drops the embeddings as well.
+    read_more=lambda keys: {"embedding_dropout": keys["hidden_dropout"]},
 )

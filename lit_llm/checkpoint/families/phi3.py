@@ -8,8 +8,8 @@ from lit_llm.checkpoint.families.windows import Windows
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
-    fields={**SHARED, **RMS, "hidden_dropout": "resid_pdrop", "embedding_dropout": "embd_pdrop"},
-    defaults={"rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "max_position_embeddings": 4096},
+    fields={**SHARED, **RMS, "hidden_dropout": "resid_pdrop"},  # embd_pdrop is applied nowhere
+    defaults={"rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "max_position_embeddings": 4096},
     head_dim="derived",
     # The first models' words for it.
     rope=Rope(partial=1.0, types=("default", "longrope"), other_names={"su": "longrope", "yarn": "longrope"}),

@@ -24,7 +24,7 @@ class Rope:
         partial: the rotated share of a head where nothing is said; None: heads are rotated as a whole.
         partial_key: the share, outside of rope_parameters.
         local: there are parameters for each type of layer; the base on sliding layers where nothing is said.
-        local_key: that base, outside of rope_parameters; None: the base of the others.
+        local_key: that base, outside of rope_parameters; None: there is no such key.
         types: of scaling.
         other_names: of types, to the present ones.
     """
@@ -47,6 +47,10 @@ class Rope:
         fields: dict[str, Any] = {}
         # Where both are there, transformers 5 goes by rope_scaling.
         given = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+        if self.local is None and any(name in given for name in ("full_attention", "sliding_attention")):
+            raise UserError(
+                f"config.json: rope_parameters for each type of layer are not known of {keys.get('model_type')}"
+            )
         if self.local is not None:
             given, fields["rope_local_base_freq"] = self._read_types(keys)
         theta = given.get("rope_theta")
@@ -68,6 +72,11 @@ class Rope:
                 "config.json: rope_parameters must say it for full_attention and for sliding_attention, got "
                 f"{', '.join(nested)}"
             )
+        if "type" in (keys.get("rope_scaling") or {}) and "rope_type" not in keys["rope_scaling"]:
+            raise UserError(
+                "config.json: rope_scaling says type, which transformers passes over in this family; say rope_type, or "
+                "leave it out"
+            )
         full = {**(nested.get("full_attention") or {}), **(keys.get("rope_scaling") or {})}
         sliding = nested.get("sliding_attention") or {}
         kind = sliding.get("rope_type", "default")
@@ -76,7 +85,7 @@ class Rope:
         base = sliding.get("rope_theta")
         if base is None:
             assert self.local is not None
-            base = keys.get(self.local_key or self.theta_key, self.local)
+            base = self.local if self.local_key is None else keys.get(self.local_key, self.local)
         return full, base
 
     def _read_scaling(self, given: Keys, keys: Keys) -> dict[str, Any] | None:
@@ -88,6 +97,8 @@ class Rope:
             raise UserError(f"config.json: rope_type {kind!r} is not known; known are {', '.join(self.types)}")
         scaling = {name: value for name, value in given.items() if name not in _NOT_OF_THE_TYPE and value is not None}
         original = keys.get("original_max_position_embeddings", scaling.get("original_max_position_embeddings"))
+        if self.local is not None:
+            scaling.pop("truncate", None)  # transformers looks for it outside of the type's parameters
         if kind in ("llama3", "yarn", "longrope"):
             scaling["original_max_position_embeddings"] = original or keys.get("max_position_embeddings")
         return normalised_scaling({"rope_type": kind, **scaling}, keys.get("max_position_embeddings"))

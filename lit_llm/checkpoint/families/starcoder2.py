@@ -17,8 +17,8 @@ STARCODER2 = Family(
     fixed={
         "norm_type": "layer_norm",
         "mlp_type": "plain",
-        "mlp_bias": lambda fields: fields["attention_bias"],
-        "attention_output_bias": lambda fields: fields["attention_bias"],
+        "mlp_bias": lambda fields: fields.get("attention_bias", False),
+        "attention_output_bias": lambda fields: fields.get("attention_bias", False),
     },
     defaults={
         "hidden_act": "gelu_pytorch_tanh",

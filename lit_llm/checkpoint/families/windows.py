@@ -33,9 +33,11 @@ class Windows:
         Raises:
             UserError: types of layers that the family, or we, do not know.
         """
-        window = keys.get("sliding_window") or None
+        window = keys.get("sliding_window")
         if self.switch and not keys.get("use_sliding_window"):
             window = None
+        if window == 0:
+            raise UserError("config.json: sliding_window 0 lets no key be seen; null means no window")
         layers = range(keys["num_hidden_layers"])
         types = [_NAMES[window is not None and self.slides(keys, layer)] for layer in layers]
         given = keys.get("layer_types")
