@@ -215,3 +215,19 @@ def test_a_head_of_gpt_neox_under_its_other_name(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     head = Transformer.from_pretrained(tmp_path).head_weight
     assert torch.equal(head, Transformer.from_pretrained(folder).head_weight)
+
+
+def test_a_tied_gpt_neox(tmp_path: Path) -> None:
+    """Its files may hold the head even so, equal to the embedding or not, under the family's own name of it."""
+    folder = made("gpt_neox_parallel").folder
+    tensors = load_file(folder / "model.safetensors")
+    keys = {**json.loads((folder / "config.json").read_text()), "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert not Transformer.from_pretrained(tmp_path).config.tie_word_embeddings  # as the heads differ
+    tensors["embed_out.weight"] = tensors["gpt_neox.embed_in.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert Transformer.from_pretrained(tmp_path).config.tie_word_embeddings
+    del tensors["embed_out.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert Transformer.from_pretrained(tmp_path).config.tie_word_embeddings

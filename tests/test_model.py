@@ -374,3 +374,50 @@ def test_flops_follow_the_convention() -> None:
     assert sparse.num_parameters() == untied.num_parameters() + 3 * (7 * expert + 8 * 64)
     assert sparse.num_parameters(active=True) == untied.num_parameters() + 3 * (expert + 8 * 64)
     assert sparse.flops_per_token(24) == untied.flops_per_token(24) + 6 * 3 * (expert + 8 * 64)
+
+
+def test_dropout_falls_on_what_is_added_and_on_the_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a factor in place of the mask, so that there is something to compare."""
+    factors: list[float] = []
+
+    def scaled(x: torch.Tensor, p: float) -> torch.Tensor:
+        factors.append(p)
+        return x * (1 - p)
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", scaled)
+    plain = Transformer(ModelConfig(**TINY))
+    perturb(plain)
+    for parallel in (False, True):
+        fields = {**TINY, "use_parallel_residual": parallel}
+        dropped = Transformer(ModelConfig(**fields, hidden_dropout=0.25, embedding_dropout=0.5))
+        by_hand = Transformer(ModelConfig(**fields, residual_multiplier=0.75, embedding_multiplier=0.5))
+        for model in (dropped, by_hand):
+            model.load_state_dict(plain.state_dict())
+        ids = torch.arange(12)[None]
+        factors.clear()
+        torch.testing.assert_close(dropped.train()(ids), by_hand(ids))
+        assert factors == [0.5, *[0.25] * 6]
+        factors.clear()
+        dropped.eval()(ids)
+        assert factors == []
+
+
+def test_the_embeddings_multiplier_is_rounded_as_the_embedding_is() -> None:
+    """Gemma's sqrt(3072) is 55.5 in bfloat16, as it was trained; in float32 it is not rounded."""
+    model = Transformer(ModelConfig(**TINY, embedding_multiplier=55.425625))
+    ids = torch.arange(5)[None]
+    assert torch.equal(model._embed(ids, ids), model.embed_tokens(ids) * 55.425625)
+    model = model.bfloat16()
+    assert torch.equal(model._embed(ids, ids), model.embed_tokens(ids) * 55.5)
+    assert not torch.equal(model._embed(ids, ids), model.embed_tokens(ids) * 55.425625)
+
+
+def test_shapes_are_worked_out_without_values() -> None:
+    for fields in (
+        {"sliding_window": 8},
+        {"num_experts": 4, "num_experts_per_tok": 2},
+        {"attn_logit_softcapping": 5.0},
+    ):
+        with torch.device("meta"):
+            model, ids = Transformer(ModelConfig(**TINY, **fields)), torch.zeros(2, 24, dtype=torch.int64)
+            assert model(ids).shape == (2, 24, 131)
