@@ -108,7 +108,8 @@ def test_autocast_takes_its_dtype_and_gradients_theirs() -> None:
         assert outcome("auto", tensors, torch.float64)[0].dtype == torch.float64
 
 
-def test_gradients_of_both_orders() -> None:
+@pytest.mark.parametrize("activation", [torch.tanh, F.silu])
+def test_gradients_of_both_orders(activation: Any) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.tensor([[0, 2], [2, 0], [2, 3]])  # 1 is idle
     leaves = [
@@ -117,7 +118,7 @@ def test_gradients_of_both_orders() -> None:
     ]
 
     def function(*tensors: Tensor) -> Tensor:
-        return experts(tensors[0], ids, *tensors[1:], torch.tanh)  # type: ignore[arg-type]
+        return experts(tensors[0], ids, *tensors[1:], activation)  # type: ignore[arg-type]
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)
