@@ -20,6 +20,7 @@ from lit_llm.generation import GenerationConfig, generate
 from lit_llm.generation.chat import until_turn_ends
 from lit_llm.metrics import TokenLoss
 from lit_llm.model import ModelConfig, Transformer
+from lit_llm.model.moe import inactive_parameters
 from lit_llm.optim import (
     OptimizerConfig,
     ScheduleConfig,
@@ -356,7 +357,9 @@ class LitLLM(SavedState, ModelSource, L.LightningModule):
         if model is not None and not model.parallelized:  # of an overridden configure_model
             parallelize(model, activation_checkpointing=self.activation_checkpointing, compile=self.compile_blocks)
         ensure_float32_reduction(self.trainer.strategy)
-        rank_zero_info(f"model: {sum(p.numel() for p in self.parameters()):,} parameters")
+        total = sum(p.numel() for p in self.parameters())
+        idle = 0 if model is None else inactive_parameters(model.config)
+        rank_zero_info(f"model: {total:,} parameters" + (f" ({total - idle:,} active)" if idle else ""))
 
     def _refuse_unsplit(self) -> None:
         """Under a strategy that leaves splitting to the module, gradients of what is not split stay apart."""

@@ -20,7 +20,8 @@ from lit_llm.errors import UserError
 from lit_llm.generation.text import TextStream
 from tests.conftest import write_texts
 from tests.test_export import transformer
-from tests.test_pretrained import SIZES, made, same
+from tests.test_hf_folder import fake_hub
+from tests.test_pretrained import QUICK, SIZES, made, same
 from tests.test_step import trainer
 
 __all__ = ["made"]  # the fixture
@@ -113,14 +114,14 @@ def test_a_tokenizer_of_more_ids_than_the_head(store: str, tmp_path: Path) -> No
 
 
 def test_last_without_a_checkpoint_ends_every_command_but_fit(
-    folder: str, store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: str, store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     words = ["--data.store", store, "--data.seq_len=16", "--data.global_batch_size=4", "--model.pretrained", folder]
     place = [f"--trainer.default_root_dir={tmp_path}/no", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1"]
     assert main(["validate", *words, *place, "--ckpt_path=last"]) == 2
     assert "validate needs a checkpoint and there is none" in capsys.readouterr().err.splitlines()[-1]
     assert main(["validate", *words, *place]) == 0
-    assert f"weights: {folder}" in capsys.readouterr().err
+    assert f"weights: {folder}" in caplog.text
 
 
 def test_ids_without_a_text(folder: str, made: tuple[Path, Transformer], capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,12 +145,15 @@ def test_ids_without_a_text(folder: str, made: tuple[Path, Transformer], capsys:
 
 def test_what_was_not_trained_goes_out_as_it_came(folder: str, tmp_path: Path) -> None:
     """No chat template is put into it, and nothing to end at, though the vocabulary has ChatML's tokens."""
-    path = Path(folder, "tokenizer_config.json")
-    keys = json.loads(path.read_text())
-    assert keys.pop("chat_template")
-    path.write_text(json.dumps(keys))
     generation = Path(folder, "generation_config.json")
     generation.write_text(json.dumps({**json.loads(generation.read_text()), "eos_token_id": 0}))
+    path = Path(folder, "tokenizer_config.json")
+    keys = json.loads(path.read_text())
+    assert main(["export", folder, "--output", str(tmp_path / "talks")]) == 0
+    assert json.loads((tmp_path / "talks/tokenizer_config.json").read_text()) == keys
+    assert json.loads((tmp_path / "talks/generation_config.json").read_text())["eos_token_id"] == 0
+    assert keys.pop("chat_template")
+    path.write_text(json.dumps(keys))
     assert main(["export", folder, "--output", str(tmp_path / "out")]) == 0
     assert "chat_template" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == 0
@@ -160,9 +164,9 @@ def test_what_was_not_trained_goes_out_as_it_came(folder: str, tmp_path: Path) -
 def test_dtypes_by_their_names_and_eight_bits(folder: str, tmp_path: Path) -> None:
     assert Transformer.from_pretrained(folder, dtype="bfloat16").device.type == "cpu"
     assert Transformer.from_pretrained(folder, dtype="bfloat16").norm.weight.dtype == torch.bfloat16
-    for wrong in ("bf17", "int8", "auto"):
+    for wrong in ("bf17", "int8", "auto", torch.int8, 16):
         with pytest.raises(UserError, match="is none of weights"):
-            Transformer.from_pretrained(folder, dtype=wrong)
+            Transformer.from_pretrained(folder, dtype=wrong)  # type: ignore[arg-type]
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(Path(folder, "model.safetensors")).items()}
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
@@ -183,3 +187,78 @@ def test_sources_that_are_parts_of_a_folder(folder: str, capsys: pytest.CaptureF
     for name in ("config.json", "model.safetensors"):
         assert main(["generate", f"{folder}/{name}", "--prompt", "a"]) == 2
         assert f"give the folder, {folder}" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer(
+    folder: str, store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        Path(folder, name).unlink()
+    place = [f"--trainer.default_root_dir={tmp_path}/run", "--trainer.accelerator=cpu", "--model.pretrained", folder]
+    generated = ["generate", folder, "--prompt", "a"]
+    for words in (generated, ["predict", *place, "--data.prompts=[a]"]):
+        assert main(words) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"{folder} holds no tokenizer (tokenizer.json), so there is no text to make; put one into it" in said
+    assert main(["fit", *place, "--data.store", store, *QUICK, "--trainer.max_steps=1"]) == 0
+    assert caplog.text.count(f"{folder} holds no tokenizer, so that of data.store can't be compared") == 1
+
+
+def test_where_the_weights_come_from_is_said_once(
+    folder: str, store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ["--data.store", store, *QUICK, "--model.pretrained", folder, f"--trainer.default_root_dir={tmp_path}/run"]
+    for command, left_alone, last in (
+        ("validate", False, []),
+        ("fit", False, ["--trainer.max_steps=1"]),
+        ("validate", True, []),
+        ("fit", False, ["--trainer.max_steps=2", "--ckpt_path=last"]),
+    ):
+        caplog.clear()
+        assert main([command, *words, *last]) == 0
+        said = caplog.text + capsys.readouterr().err
+        resumes = "--ckpt_path=last" in last
+        assert said.count(f"weights: {folder}") == int(not resumes)
+        assert (f"; {folder} is not read" in said) == resumes
+        assert ("--ckpt_path last would take it" in said) == left_alone
+
+
+def test_a_tokenizer_of_the_hub(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_hub(monkeypatch, folder)
+    write_texts(tmp_path / "texts", documents=5)
+    words = ["prepare", str(tmp_path / "texts"), "--workers", "1", "--output", str(tmp_path / "store")]
+    assert main([*words, "--tokenizer", "org/model@v1"]) == 0
+    assert Tokenizer(tmp_path / "store").fingerprint == Tokenizer(folder).fingerprint
+    [(name, options)] = calls
+    assert (name, options["revision"]) == ("org/model", "v1")
+    assert {"*.json", "*.model"} < set(options["allow_patterns"])
+    assert "*.safetensors" not in options["allow_patterns"]
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--tokenizer", "folder/tokenizer.json"]) == 0
+    assert main([*words, "--tokenizer", "nowhere/tokenizer.json"]) == 2
+    assert len(calls) == 1
+
+
+def test_an_error_begins_on_a_line_of_its_own(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = load_file(Path(folder, "model.safetensors"))
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, Path(folder, "model.safetensors"))
+    assert main(["generate", folder, "--prompt", "alpha"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "alpha\n"
+    assert "logits are NaN" in captured.err
+
+
+def test_a_mixture_says_how_many_parameters_are_active(
+    store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 1}
+    data = TokenDataModule(store, seq_len=16, global_batch_size=2)
+    for more in ({}, experts):
+        lit = LitLLM({**SIZES, "num_attention_heads": 4, **more})
+        trainer(str(tmp_path), max_steps=1, limit_val_batches=0).fit(lit, data)
+        model = lit.transformer
+        active = f" ({model.num_parameters(active=True):,} active)" if more else ""
+        assert f"model: {model.num_parameters():,} parameters{active}\n" in caplog.text
+    with pytest.raises(UserError, match="num_experts_per_tok is missing beside num_experts 4"):
+        transformer(**SIZES, num_experts=4)

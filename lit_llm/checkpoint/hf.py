@@ -89,6 +89,7 @@ def export(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     generation: Mapping[str, Any] | None = None,
     chatml: bool = True,
+    turn_ends: bool = True,
 ) -> Exported:
     """Writes a folder that transformers' ``from_pretrained`` loads: weights, configurations and tokenizer.
 
@@ -105,7 +106,9 @@ def export(
         max_shard_size: bytes of weights in a file, or text such as ``5GB`` (10^9 bytes) or ``500MiB``.
         generation: keys of the generation_config.json that the model came with, which are passed on.
         chatml: whether a tokenizer without a chat template gets the one that lit-llm renders chats by, ChatML, where it
-            has the tokens; the model then ends where a turn does. False for what was not trained here.
+            has the tokens; the model then ends where a turn does.
+        turn_ends: whether transformers' generate is told to end where the template ends a turn, beside the model's EOS.
+            False, as ``chatml``, for what was not trained here.
 
     Raises:
         UserError: no family has such a model, tensors that do not fit the configuration, values that ``dtype`` cannot
@@ -125,7 +128,8 @@ def export(
         texts = {} if tokenizer is None else tokenizer_files(tokenizer, chatml)
         for name, text in texts.items():
             (fresh / name).write_bytes(text.encode("utf-8"))
-        for name, content in _configurations(family, config, tokenizer, widest, generation, chatml).items():
+        speaker = tokenizer if turn_ends and tokenizer is not None and (chatml or tokenizer.chat_template) else None
+        for name, content in _configurations(family, config, tokenizer, widest, generation, speaker).items():
             (fresh / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         files = write_shards(fresh, planned, max_bytes, lambda tensor: assemble(theirs[tensor.name], tensor.dtype))
     return Exported(
@@ -241,7 +245,7 @@ def _configurations(
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     carried: Mapping[str, Any] | None,
-    chatml: bool,
+    speaker: Tokenizer | None,
 ) -> dict[str, dict[str, Any]]:
     ids: dict[str, Any] = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     ids["pad_token_id"] = None  # said even so: some families have one by default, beyond a small vocabulary
@@ -252,7 +256,7 @@ def _configurations(
     word = str(dtype).removeprefix("torch.")
     keys = {**family.config_json(config), **ids, "dtype": word, "torch_dtype": word, "use_cache": True}
     keys |= {"transformers_version": _TRANSFORMERS, _MARK: 1}
-    own = {**ids, "eos_token_id": _ends(ids["eos_token_id"], tokenizer, chatml), "transformers_version": _TRANSFORMERS}
+    own = {**ids, "eos_token_id": _ends(ids["eos_token_id"], speaker), "transformers_version": _TRANSFORMERS}
     generation = dict(carried or {})
     generation.pop("_from_model_config", None)  # else transformers takes config.json's word for it
     generation |= {name: value for name, value in own.items() if value is not None or name not in generation}
@@ -263,13 +267,11 @@ def _configurations(
     return {CONFIG_FILE: keys, GENERATION_FILE: generation}
 
 
-def _ends(eos: int | list[int] | None, tokenizer: Tokenizer | None, chatml: bool) -> int | list[int] | None:
+def _ends(eos: int | list[int] | None, speaker: Tokenizer | None) -> int | list[int] | None:
     """Where transformers' generate ends: the model's EOS, and what ends a turn, as `lit-llm predict` with chats."""
     own = [eos] if isinstance(eos, int) else eos or []
-    if not chatml and tokenizer is not None and tokenizer.chat_template is None:
-        tokenizer = None
     with suppress(UserError):  # a template that renders no chat
-        own = [*own, *(i for i in (turn_end_ids(tokenizer) if tokenizer is not None else []) if i not in own)]
+        own = [*own, *(i for i in (turn_end_ids(speaker) if speaker is not None else []) if i not in own)]
     return own[0] if len(own) == 1 else own or None
 
 
@@ -285,14 +287,16 @@ def check_output(target: Path) -> None:
         if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
             return
         if not target.is_dir():
-            raise UserError(f"{target} is a file; choose another --output")
+            raise UserError(f"{target} is a file; choose another folder (--output)")
         names = sorted(path.name for path in target.iterdir())
         text = (target / CONFIG_FILE).read_text(encoding="utf-8") if CONFIG_FILE in names else "{}"
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot write {target}: {error}; choose another --output") from error
+        raise UserError(f"cannot write {target}: {error}; choose another folder (--output)") from error
     if _MARK not in text:
-        raise UserError(f"{target} is not empty and no earlier export; it is left alone, choose another --output")
+        raise UserError(f"{target} is not empty and no earlier export, so left alone; choose another folder (--output)")
     ours = {CONFIG_FILE, GENERATION_FILE, INDEX_FILE, *CARRIED_FILES}
     foreign = [name for name in names if name not in ours and not re.fullmatch(r"model[-\w]*\.safetensors", name)]
     if foreign:
-        raise UserError(f"{target} is an export that holds {foreign[0]!r} too; move it away or choose another --output")
+        raise UserError(
+            f"{target} is an export that holds {foreign[0]!r} too; move it away or choose another folder (--output)"
+        )

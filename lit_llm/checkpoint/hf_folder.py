@@ -188,12 +188,10 @@ def from_pretrained(
     Raises:
         UserError: no such folder, a model that our Transformer does not cover, or files that do not fit it.
     """
-    if isinstance(dtype, str):
-        named = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(named, torch.dtype) or not named.is_floating_point:
-            raise UserError(f"dtype {dtype!r} is none of weights; give float32, bfloat16, float16 or None")
-        dtype = named
-    return model_of(open_folder(source).weights, dtype, device, attention_backend)
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
+        raise UserError(f"dtype {dtype!r} is none of weights; give float32, bfloat16, float16 or None")
+    return model_of(open_folder(source).weights, named, device, attention_backend)
 
 
 def model_of(

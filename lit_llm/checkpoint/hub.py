@@ -9,8 +9,9 @@ from pathlib import Path
 from lit_llm.errors import UserError
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-_SHAPE = ["*.json", "*.jinja"]
-_FILES = [*_SHAPE, "*.safetensors", "*.model", "*.tiktoken", "merges.txt", "vocab.bpe"]
+# Configurations and tokenizers.
+_SMALL = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.bpe"]
+_FILES = [*_SMALL, "*.safetensors"]
 # Folders within, and weights in other formats and precisions than those that config.json speaks of.
 _OTHERS = ["*/*", "consolidated*", "*.fp16.safetensors", "*.fp32.safetensors"]
 _ELSEWHERE = "a local folder works without the hub"
@@ -29,7 +30,7 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
 
     Args:
         source: a folder, the config.json in one, or ``org/model[@revision]`` of the hub.
-        weights: fetch them too, and not the configuration alone.
+        weights: fetch them too, and not the configuration and the tokenizer alone.
 
     Raises:
         UserError: no such folder, or the hub has none, or doesn't answer.
@@ -45,7 +46,7 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
         raise UserError(f"no Hugging Face folder at {source}; give a folder with config.json, or org/model of the hub")
     found = _NAME.fullmatch(os.fspath(source))
     assert found is not None
-    return _fetched(found.group(1), found.group(2), _FILES if weights else _SHAPE)
+    return _fetched(found.group(1), found.group(2), _FILES if weights else _SMALL)
 
 
 def _fetched(name: str, revision: str | None, files: list[str]) -> Path:

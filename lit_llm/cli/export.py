@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     came_so = isinstance(opened.weights, Pretrained)  # nothing was trained: it goes out as it is
     options: dict[str, Any] = {"dtype": dtype, "max_shard_size": args.max_shard_size, "generation": opened.generation}
-    options["chatml"] = not came_so
+    options |= {"chatml": not came_so, "turn_ends": not came_so}
     done = export(opened.weights, config, args.output, tokenizer, **options)
     print(f"{opened.path} is exported:")
     chatml = done.chat_template and tokenizer is not None and tokenizer.chat_template is None

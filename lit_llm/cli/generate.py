@@ -28,7 +28,11 @@ def parser() -> OptionParser:
     add = options.add_argument
     add("source", metavar="SOURCE", help="a run's folder (its last checkpoint), a checkpoint or a Hugging Face folder")
     add("--prompt", action="append", metavar="TEXT", help="a text to complete; may be repeated")
-    add("--prompts_file", metavar="FILE", help='.txt with a prompt a line, or .jsonl with {"prompt": ...} a line')
+    add(
+        "--prompts_file",
+        metavar="FILE",
+        help='.txt, a prompt a line, or .jsonl of {"prompt": ...} or {"messages": [...]}',
+    )
     add("--output", metavar="FILE", help="write JSON lines here instead of text to the screen")
     add("--max_new_tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token (default)")
@@ -102,9 +106,11 @@ def _stream(model: Transformer, tokenizer: Tokenizer, prompt: Prompt, config: Ge
     pieces = stream(model, _encode(tokenizer, prompt), config, tokenizer)
     if isinstance(prompt, str):
         print(prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    finally:
+        print()  # an error begins on a line of its own
 
 
 def _records(

@@ -188,8 +188,8 @@ class RunCLI(LightningCLI):
         if self.arguments.print_schedule or (which is None and self._trains):
             return None
         if which is None and self._pretrained is not None and "pretrained" in self.arguments.typed:
-            other = "; --ckpt_path last would take the run's checkpoint" if self._newest() is not None else ""
-            say(f"weights: {self._pretrained}{other}")
+            if (newest := self._newest()) is not None:
+                say(f"{newest} is left alone; --ckpt_path last would take it")
             return None
         found = find_in_folder(self._place, which or "last", weights_only=self.config.weights_only is not False)
         if found is None:

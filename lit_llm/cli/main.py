@@ -111,10 +111,22 @@ def _dispatch(words: list[str]) -> int:
         tool = importlib.import_module(f"lit_llm.data.{command}")
         parser = OptionParser(command, COMMANDS[command])
         tool.add_arguments(parser)
-        return tool.run(parser.parse(words[1:]))
+        args = parser.parse(words[1:])
+        if command == "prepare" and args.tokenizer is not None:
+            args.tokenizer = _tokenizer_folder(args.tokenizer)
+        return tool.run(args)
     what = "option" if command.startswith("-") else "command"
     known = ["--help", "--version"] if what == "option" else list(COMMANDS)
     raise UserError(f"unknown {what} {command!r}; {did_you_mean(command, known)}")
+
+
+def _tokenizer_folder(name: str) -> str:
+    """Where a tokenizer lies that may be named as on the hub, ``org/model``."""
+    if os.path.lexists(name) or name.partition("@")[0].count("/") != 1 or name.endswith((".model", ".tiktoken")):
+        return name
+    from lit_llm.checkpoint.hub import is_hub_name, resolve  # with torch, which prepare does without
+
+    return str(resolve(name, weights=False)) if is_hub_name(name) else name
 
 
 def _is_lightnings_own(error: BaseException) -> bool:

@@ -270,7 +270,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="a tokenizer.json, SentencePiece .model, tiktoken ranks, or a folder that holds one (default: train one)",
+        help="a tokenizer.json, SentencePiece .model, tiktoken ranks, or a folder that holds one, also as org/model of "
+        "the Hugging Face hub (default: train one)",
     )
     parser.add_argument(
         "--vocab_size", type=int, metavar="N", help=f"ids of the trained tokenizer (default: {VOCAB_SIZE})"

@@ -38,6 +38,7 @@ class ModelSource(_Base):
     seq_len: int | None
     seed: int
     tokenizer: Tokenizer | None
+    _no_tokenizer: str
     model: Transformer | nn.Module | None
     hf_generation: dict[str, Any] | None = None
     """Keys of the generation_config.json that the model came with."""
@@ -204,9 +205,19 @@ class ModelSource(_Base):
         Raises:
             UserError: the store has another one.
         """
-        if not self._reads_folder() or self._folder.tokenizer is None:
+        if not self._reads_folder():
             return
-        self.tokenizer = own = self._folder.tokenizer
+        own = self._folder.tokenizer
+        if own is None:
+            self._no_tokenizer = (
+                f"{self.pretrained} holds no tokenizer (tokenizer.json), so there is no text to make; put one into it"
+            )
+            if not prompts and getattr(data, "tokenizer", None) is not None:
+                rank_zero_info(
+                    f"{self.pretrained} holds no tokenizer, so that of data.store can't be compared with the model's"
+                )
+            return
+        self.tokenizer = own
         # A tokenizer may have ids beyond the head, of tokens that this model was never to see (Gemma 3's for images).
         known = min(own.vocab_size, self._folder.config.vocab_size)
         if prompts:
