@@ -16,8 +16,7 @@ from lit_llm.checkpoint.hub import is_hub_name, resolve
 from lit_llm.checkpoint.pretrained import Pretrained, load_into
 from lit_llm.checkpoint.tensor_folder import TensorFolder
 from lit_llm.data.tokenizer import Tokenizer
-from lit_llm.data.tokenizer_files import _MERGE_NAMES, _MODEL_NAMES
-from lit_llm.data.tokenizer_json import TOKENIZER_FILE
+from lit_llm.data.tokenizer_files import holds_tokenizer
 from lit_llm.errors import UserError
 from lit_llm.model import ModelConfig, Transformer
 from lit_llm.model.config import preset_fields
@@ -108,9 +107,7 @@ class HFFolder:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """Its tokenizer; None where no file of one is there. UserError for a broken one."""
-        names = (TOKENIZER_FILE, *_MODEL_NAMES, *(merges for _, merges in _MERGE_NAMES))
-        there = any((self.path / name).is_file() for name in names) or any(self.path.glob("*.tiktoken"))
-        return Tokenizer(self.path) if there else None
+        return Tokenizer(self.path) if holds_tokenizer(self.path) else None
 
 
 def is_hf_folder(path: str | Path) -> bool:

@@ -49,8 +49,7 @@ def _main_file(path: Path) -> Path:
                 f"no tokenizer at {path}: name a {TOKENIZER_FILE} or a folder that holds one (no hub is asked)"
             )
         return path
-    names = (TOKENIZER_FILE, *_MODEL_NAMES, *(vocab for vocab, merges in _MERGE_NAMES if (path / merges).is_file()))
-    found = next((path / name for name in names if (path / name).is_file()), None)
+    found = _found_in(path)
     if found is None:
         ranks = sorted(path.glob("*.tiktoken"))
         if len(ranks) == 1:
@@ -60,6 +59,16 @@ def _main_file(path: Path) -> Path:
             "or one .tiktoken file"
         )
     return found
+
+
+def _found_in(folder: Path) -> Path | None:
+    names = (TOKENIZER_FILE, *_MODEL_NAMES, *(vocab for vocab, merges in _MERGE_NAMES if (folder / merges).is_file()))
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file of a tokenizer, readable or not."""
+    return _found_in(folder) is not None or any(folder.glob("*.tiktoken"))
 
 
 def _merge_files() -> list[str]:
