@@ -59,10 +59,11 @@ def distance(mine: Tensor, theirs: Tensor) -> float:
     return float((mine.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp(min=1e-30))
 
 
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_grouped_equals_the_loop(name: str) -> None:
+def test_both_ways_equal_the_reference(name: str, backend: str) -> None:
     tensors = problem(name)
-    for mine, theirs in zip(outcome("auto", tensors), outcome("reference", tensors), strict=True):
+    for mine, theirs in zip(outcome(backend, tensors), outcome("reference", tensors), strict=True):
         assert mine.shape == theirs.shape
         assert distance(mine, theirs) <= 1e-5
 
@@ -79,37 +80,40 @@ def test_the_loop_is_the_formula() -> None:
         torch.testing.assert_close(out[token], expected)
 
 
-def test_idle_experts_get_zeros() -> None:
-    _, _, _, gate_up, down = outcome("auto", problem("two busy ones"))
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_idle_experts_get_zeros(backend: str) -> None:
+    _, _, _, gate_up, down = outcome(backend, problem("two busy ones"))
     for gradient in (gate_up, down):
         busy = gradient.flatten(1).abs().amax(dim=1) > 0
         assert busy.tolist() == [True, *[False] * 6, True]
 
 
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_are_as_near_to_double_as_the_loop(dtype: torch.dtype) -> None:
+def test_halves_are_as_near_to_double_as_the_loop(dtype: torch.dtype, backend: str) -> None:
     tensors = problem("plain", dtype)
     exact = outcome("reference", tensors, torch.float64)
-    for mine, loop, true in zip(outcome("auto", tensors), outcome("reference", tensors), exact, strict=True):
+    for mine, loop, true in zip(outcome(backend, tensors), outcome("reference", tensors), exact, strict=True):
         assert mine.dtype == dtype
         error, allowed = (float((one.double() - true).square().mean()) for one in (mine, loop))
         assert error <= 1.2 * allowed
 
 
-def test_autocast_takes_its_dtype_and_gradients_theirs() -> None:
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_autocast_takes_its_dtype_and_gradients_theirs(backend: str) -> None:
     tensors = problem("plain")
     with torch.autocast("cpu", torch.bfloat16):
-        found = outcome("auto", tensors)
+        found = outcome(backend, tensors)
     assert [one.dtype for one in found] == [torch.bfloat16, *[torch.float32] * 4]
-    by_hand = outcome("auto", tensors, torch.bfloat16)
+    by_hand = outcome(backend, tensors, torch.bfloat16)
     for mine, theirs in zip(found, by_hand, strict=True):
         assert distance(mine, theirs) <= 1e-6
     with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
-        assert outcome("auto", tensors, torch.float64)[0].dtype == torch.float64
+        assert outcome(backend, tensors, torch.float64)[0].dtype == torch.float64
 
 
-@pytest.mark.parametrize("activation", [torch.tanh, F.silu])
-def test_gradients_of_both_orders(activation: Any) -> None:
+@pytest.mark.parametrize("backend", ["loop", "grouped"])
+def test_gradients_of_both_orders(backend: Any) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.tensor([[0, 2], [2, 0], [2, 3]])  # 1 is idle
     leaves = [
@@ -118,7 +122,7 @@ def test_gradients_of_both_orders(activation: Any) -> None:
     ]
 
     def function(*tensors: Tensor) -> Tensor:
-        return experts(tensors[0], ids, *tensors[1:], activation)  # type: ignore[arg-type]
+        return experts(tensors[0], ids, *tensors[1:], torch.tanh, backend)  # type: ignore[arg-type]
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves)
@@ -239,7 +243,7 @@ class Recomputed(torch.nn.Module):
         self.gate_up, self.down = torch.nn.Parameter(tensors[3]), torch.nn.Parameter(tensors[4])
 
     def compute(self, x: Tensor) -> Tensor:
-        return experts(x, self.ids, self.weights, self.gate_up, self.down, F.silu)
+        return experts(x, self.ids, self.weights, self.gate_up, self.down, F.silu, backend="grouped")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(x) if self.recompute is None else self.recompute(self.compute, x)
@@ -251,7 +255,7 @@ def test_checkpointing_keeps_products_as_it_says(mode: str, products: int, monke
     tensors, calls = problem("plain"), []
     loop = grouped.linear_by_loop
     monkeypatch.setattr(grouped, "linear_by_loop", lambda *args: (calls.append(1), loop(*args))[1])
-    expected = outcome("auto", tensors)
+    expected = outcome("grouped", tensors)
     calls.clear()
     block = Recomputed(tensors)
     checkpoint_activations([block], mode)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_llm.errors import UserError
 from lit_llm.ops.grouped import grouped_linear
 
-ExpertsBackend = Literal["auto", "reference", "grouped"]
+ExpertsBackend = Literal["auto", "reference", "loop", "grouped"]
 
 
 def experts(
@@ -29,8 +29,9 @@ def experts(
     This is the sum of Shazeer et al. 2017 (equation 1) over the experts whose weight is not 0, whose MLPs are those of
     Shazeer 2020 (GLU variants). No token is dropped, whatever the load; an expert that gets none has the gradient 0.
 
-    The grouped back end (what ``auto`` picks) sorts the tokens by expert and makes one matrix product an expert; on a
-    GPU no step of it waits for the device. It has second derivatives. Under autocast all products take the autocast
+    Both fast back ends sort the tokens by expert. "loop" then takes one busy expert after the other, which must look at
+    their loads; "grouped" makes all experts' products at once. "auto" is "loop" on a CPU, and "grouped" on a GPU and
+    within torch.compile. Both have second derivatives. Under autocast all products take the autocast
     dtype, and so does the result.
 
     Args:
@@ -40,7 +41,7 @@ def experts(
         gate_up: (experts, 2 * width, hidden_size), the rows of the gate before those of up.
         down: (experts, hidden_size, width).
         activation: of each element.
-        backend: "reference" is a loop over all experts and tokens, "auto" is "grouped".
+        backend: "reference" is a loop over all experts and all tokens; the others as above.
 
     Returns:
         (tokens, hidden_size).
@@ -57,7 +58,9 @@ def experts(
     weights = weights.to(x.dtype)
     if backend == "reference":
         return _reference(x, expert_ids, weights, gate_up, down, activation)
-    return _grouped(x, expert_ids, weights, gate_up, down, activation)
+    plain = kind == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
+    loop = x.shape[0] > 0 and (backend == "loop" or (backend == "auto" and plain))
+    return _sorted(x, expert_ids, weights, gate_up, down, activation, loop)
 
 
 def _reference(
@@ -76,59 +79,44 @@ def _reference(
     return total
 
 
-def _grouped(
+def _sorted(
     x: Tensor,
     expert_ids: Tensor,
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
     activation: Callable[[Tensor], Tensor],
+    loop: bool,
 ) -> Tensor:
     tokens, chosen = expert_ids.shape
     # A slot is one choice of one token. Slots sorted by expert, and at which slot each expert ends.
     sorted_ids, order = expert_ids.flatten().sort(stable=True)
     ends = torch.searchsorted(sorted_ids, torch.arange(gate_up.shape[0], device=x.device), right=True, out_int32=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * chosen, device=x.device))
-    # No expert gets a token twice, so that the largest group is known without looking.
-    hidden = grouped_linear(_Spread.apply(x, order, places, chosen), gate_up, ends, tokens)
-    out = grouped_linear(_gated(hidden, activation), down, ends, tokens)
+    slots = _Spread.apply(x, order, places, chosen)
+    if loop:
+        out = _one_by_one(slots, ends.tolist(), gate_up, down, activation)
+    else:
+        # No expert gets a token twice, so that the largest group is known without looking.
+        gate, up = grouped_linear(slots, gate_up, ends, tokens).chunk(2, dim=-1)
+        out = grouped_linear(activation(gate) * up, down, ends, tokens)
     out = _Permute.apply(out, places, order).unflatten(0, (tokens, chosen))
     if x.device.type == "cpu":
         return torch.bmm(weights.unsqueeze(1), out).squeeze(1)
     return (weights.unsqueeze(-1) * out).sum(dim=1)  # a GPU is slow at a batch of so many tiny products
 
 
-def _gated(hidden: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """activation(gate) * up, of the two halves of each row."""
-    plain = hidden.device.type == "cpu" and type(hidden) is Tensor and not torch.compiler.is_compiling()
-    if activation is F.silu and plain:
-        return _SiLUGated.apply(hidden)
-    gate, up = hidden.chunk(2, dim=-1)
-    return activation(gate) * up
-
-
-class _SiLUGated(torch.autograd.Function):
-    """silu(gate) * up with a gradient that is written where it belongs; autograd's own would be put together after."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        gate, up = hidden.chunk(2, dim=-1)
-        active = F.silu(gate)
-        ctx.save_for_backward(hidden, active)
-        return active * up
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Tensor:
-        hidden, active = ctx.saved_tensors
-        gate, up = hidden.chunk(2, dim=-1)
-        if torch.is_grad_enabled():  # a derivative of this one is wanted: let autograd record it
-            by_gate = torch.sigmoid(gate) * (1 + gate * (1 - torch.sigmoid(gate)))
-            return torch.cat([upstream * up * by_gate, upstream * F.silu(gate)], dim=-1)
-        grad = torch.empty_like(hidden)
-        for_gate, for_up = grad.chunk(2, dim=-1)
-        torch.mul(upstream, active, out=for_up)
-        torch.ops.aten.silu_backward.grad_input(upstream * up, gate, grad_input=for_gate)
-        return grad
+def _one_by_one(
+    slots: Tensor, ends: list[int], gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The MLP of each busy expert on its own rows. A CPU likes that: memory of this size is used again and again."""
+    outs, start = [], 0
+    for end, wide, narrow in zip(ends, gate_up.unbind(), down.unbind(), strict=True):
+        if end > start:
+            gate, up = F.linear(slots[start:end], wide).chunk(2, dim=-1)
+            outs.append(F.linear(activation(gate) * up, narrow))
+        start = end
+    return torch.cat(outs)
 
 
 class _Permute(torch.autograd.Function):
