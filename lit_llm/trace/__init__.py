@@ -1,0 +1,1 @@
+"""Reads what the PyTorch profiler wrote on each rank, and says which rank lags and why. Needs no torch."""

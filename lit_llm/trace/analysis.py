@@ -1,0 +1,245 @@
+"""Reads the traces of all ranks and puts together what they say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lit_llm.errors import UserError
+from lit_llm.trace.file_set import FileFacts, check_set, ranges
+from lit_llm.trace.finding import find
+from lit_llm.trace.intervals import covered, length
+from lit_llm.trace.lags import Lags, find_lags
+from lit_llm.trace.matching import Clock, clocks, match
+from lit_llm.trace.per_rank import RankSummary, summarize
+from lit_llm.trace.reader import read
+from lit_llm.trace.results import Analysis, Health, Lane, Rank, RankTimeline, Span, Split, Step, Timeline
+from lit_llm.trace.straggler import as_result, find_straggler
+from lit_llm.trace.timeline import lanes
+from lit_llm.trace.totals import collective_kinds, fsdp_layers, longest_gaps, top_kernels
+from lit_llm.trace.verdicts import Judge
+from lit_llm.trace.workers import run_on_files
+
+_DRAWN = 4
+"""Ranks in the timeline."""
+
+
+def analyze(paths: str | Path | Sequence[str | Path], *, processes: int | None = None, timeline: bool = True) -> Analysis:
+    """Reads the traces of one window and says what is wrong, rank by rank.
+
+    Args:
+        paths: trace files, a folder of them, or a run's folder (its last window is taken).
+        processes: that read files side by side; None: one for each CPU, none for small files.
+        timeline: also prepare the picture of a step, for which some files are read again.
+
+    Raises:
+        UserError: nothing there is a trace.
+    """
+    begun = time.monotonic()
+    found = find([paths] if isinstance(paths, str | Path) else list(paths))
+    results = run_on_files(summarize_file, [(str(file),) for file in found.files], processes)
+    summaries = [one for one in results if isinstance(one, RankSummary)]
+    failed = [str(one) for one in results if isinstance(one, UserError)]
+    if not summaries:
+        raise UserError(failed[0] if len(failed) == 1 else f"none of {len(failed)} files is a trace that can be read; {failed[0]}")
+    belonging = check_set([one.facts for one in summaries])
+    kept = []
+    for place, rank in zip(belonging.kept, belonging.ranks, strict=True):
+        summaries[place].rank = rank
+        kept.append(summaries[place])
+    analysis = combine(kept, world_size=belonging.world_size, missing=belonging.missing)
+    analysis.source = found.source
+    analysis.health = _health([*found.notes, *failed, *belonging.notes], kept) + analysis.health
+    if timeline:
+        analysis.timeline = _timeline(kept, analysis, processes)
+    analysis.seconds = time.monotonic() - begun
+    return analysis
+
+
+def summarize_file(path: str) -> RankSummary:
+    """Reads and summarizes one rank."""
+    trace = read(path)
+    return summarize(trace, FileFacts.of(trace))
+
+
+def combine(ranks: Sequence[RankSummary], *, world_size: int | None = None, missing: Sequence[int] = ()) -> Analysis:
+    """Compares ranks that were read, and judges.
+
+    Args:
+        ranks: each with its rank, in order.
+        world_size: of the run; None: not known.
+        missing: ranks that there must have been.
+    """
+    matches, odd = match(ranks)
+    found_clocks = clocks(ranks, matches)
+    lags = find_lags(ranks, matches, found_clocks)
+    several = len(ranks) > 1
+    devices = {one.device for one in ranks}
+    fit = [place for place, one in enumerate(ranks) if not (one.truncated and one.device == "gpu")]
+    if len(devices) > 1:  # a rank without GPU work among others
+        fit = [place for place in fit if ranks[place].device == "gpu"]
+    judged = [ranks[place] for place in fit]
+    left_out = [one for place, one in enumerate(ranks) if place not in fit]
+    seen = Lags(lags.steps, lags.lag[:, fit], lags.waits[:, fit], lags.delay[:, fit], [lags.waiting[one] for one in fit])
+    finding = find_straggler(judged, seen) if len(judged) > 1 else None
+
+    results = [_rank(one, place, lags, found_clocks[place], several) for place, one in enumerate(ranks)]
+    kinds = collective_kinds(ranks, matches)
+    judge = Judge(judged, left_out, seen)
+    if judged:
+        judge.straggler(finding, world_size)
+        judge.one_off_stalls(finding)
+        judge.communication([results[place].split for place in fit], kinds)
+        judge.prefetch(fsdp_layers(judged, seen.waiting))
+        judge.idle()
+        judge.data(finding)
+    health = [Health(None, line) for line in odd] + _clock_health(ranks, found_clocks)
+    return Analysis(
+        source="",
+        ranks=results,
+        collectives=kinds,
+        fsdp_layers=fsdp_layers(ranks),
+        top_kernels=top_kernels(ranks),
+        gaps=longest_gaps(ranks),
+        straggler=None if finding is None else as_result(judged, seen, finding),
+        verdicts=judge.close(),
+        health=health,
+        world_size=world_size,
+        missing_ranks=list(missing),
+    )
+
+
+def _rank(one: RankSummary, place: int, lags: Lags, clock: Clock, several: bool) -> Rank:
+    assert one.rank is not None
+    row_of = {step: row for row, step in enumerate(lags.steps)}
+    waiting = lags.waiting[place]
+    compared = several and bool((lags.waits[:, place] >= 0).any() or len(waiting))
+    shift = clock.offset if clock.applied and clock.offset is not None else 0
+    whole = one.split
+    if compared:
+        _share_out(whole, length(waiting))
+        for split, value in zip(one.step_splits, covered(waiting, one.windows[:, 0], one.windows[:, 1]).tolist(), strict=True):
+            _share_out(split, value)
+    steps = []
+    for number, mark, split in zip(one.marks.numbers.tolist(), one.marks.windows.tolist(), one.step_splits, strict=True):
+        row = row_of.get(number)
+        lag, delay = ((int(table[row, place]) if row is not None else -1) for table in (lags.lag, lags.delay))
+        step = Step(number, mark[0] - shift, mark[1] - mark[0], split)
+        step.lag, step.delay = (None if value < 0 else value for value in (lag, delay))
+        steps.append(step)
+    return Rank(
+        rank=one.rank,
+        file=one.path,
+        host=one.host,
+        device=one.device,
+        truncated=one.truncated,
+        clock_offset=clock.offset if several else None,
+        clock_error=clock.error if several else None,
+        clock_applied=clock.applied,
+        steps=steps,
+        split=whole,
+        launch_ahead=one.launch_ahead,
+        kernels=one.gpu_events.get("compute", 0) + one.gpu_events.get("comm", 0),
+    )
+
+
+def _share_out(split: Split, waiting: int) -> None:
+    split.comm_waiting = min(waiting, split.comm_exposed)
+    split.comm_transfer = split.comm_exposed - split.comm_waiting
+
+
+def _health(notes: list[str], kept: Sequence[RankSummary]) -> list[Health]:
+    lines = [Health(None, line) for line in notes]
+    for one in kept:
+        lines += [Health(one.rank, f"{Path(one.path).name} {problem}") for problem in one.problems]
+        cut = one.meta.get("truncated_to_steps")
+        if cut:
+            lines.append(Health(one.rank, f"the recorder kept the first {cut} steps alone, by its limit of size (max_mb)"))
+        if not len(one.marks):
+            lines.append(Health(one.rank, "has no step marks (ProfilerStep#), so nothing is told by step"))
+    unlaunched = [(one.rank, one.unlaunched) for one in kept if one.unlaunched and one.rank is not None]
+    if unlaunched:
+        most = max(count for _, count in unlaunched)
+        ranks = ranges(rank for rank, _ in unlaunched)
+        text = f"up to {most:,} GPU events were launched before the trace began (ranks {ranks}); they count, but in no step"
+        lines.append(Health(None, text))
+    return lines
+
+
+def _clock_health(ranks: Sequence[RankSummary], found: Sequence[Clock]) -> list[Health]:
+    lines = []
+    moved = [(one.rank, clock) for one, clock in zip(ranks, found, strict=True) if clock.applied and clock.offset]
+    if moved:
+        most = max(abs(clock.offset or 0) for _, clock in moved)
+        error = max(clock.error or 0 for _, clock in moved)
+        numbers = ranges(rank for rank, _ in moved if rank is not None)
+        text = f"clocks of ranks {numbers} differ by up to {most / 1e6:,.3f} ms (+- {error / 1e6:,.3f}) and were aligned"
+        lines.append(Health(None, text + " by the ends of collectives"))
+    if len(ranks) > 1 and all(clock.offset is None for clock in found):
+        lines.append(Health(None, "no collective could be matched between ranks: waits, lags and clocks can't be told"))
+    return lines
+
+
+# The picture of one step
+
+
+def _timeline(ranks: Sequence[RankSummary], analysis: Analysis, processes: int | None) -> Timeline | None:
+    step = _step_to_draw(analysis)
+    drawn = _ranks_to_draw(analysis, step)
+    by_rank = {one.rank: one for one in ranks}
+    jobs = [(by_rank[rank].path, step) for rank, _ in drawn]
+    results = run_on_files(lanes_of_file, jobs, processes)
+    rows, starts, ends = [], [], []
+    for (rank, label), result in zip(drawn, results, strict=True):
+        if isinstance(result, UserError):
+            continue
+        start, end, found = result
+        one = next(one for one in analysis.ranks if one.rank == rank)
+        shift = one.clock_offset if one.clock_applied and one.clock_offset is not None else 0
+        starts.append(start - shift)
+        ends.append(end - shift)
+        rows.append(RankTimeline(rank, label, [_moved(lane, shift) for lane in found]))
+    return Timeline(step, min(starts), max(ends), rows) if rows else None
+
+
+def lanes_of_file(path: str, step: int | None) -> tuple[int, int, list[Lane]]:
+    """Reads a file again for its lanes."""
+    return lanes(read(path), step)
+
+
+def _moved(lane: Lane, shift: int) -> Lane:
+    return Lane(lane.name, [Span(one.start - shift, one.end - shift, one.kind, one.name) for one in lane.spans])
+
+
+def _step_to_draw(analysis: Analysis) -> int | None:
+    """One that all ranks have: of the stall or the straggler if there is one, else the median in length."""
+    common = [set(step.step for step in rank.steps) for rank in analysis.ranks]
+    steps = sorted(set.intersection(*common)) if common else []
+    if not steps:
+        steps = sorted({step for one in common for step in one})
+    if not steps:
+        return None
+    lengths = {step: np.median([s.duration for r in analysis.ranks for s in r.steps if s.step == step]) for step in steps}
+    if analysis.straggler is not None:
+        delays = {s.step: s.delay or 0 for r in analysis.ranks if r.rank == analysis.straggler.rank for s in r.steps}
+        return sorted(steps, key=lambda step: delays.get(step, 0))[len(steps) // 2]
+    return sorted(steps, key=lambda step: lengths[step])[len(steps) // 2]
+
+
+def _ranks_to_draw(analysis: Analysis, step: int | None) -> list[tuple[int, str]]:
+    """The latest rank and the one in the middle; all, where there are few."""
+    delay = {
+        one.rank: next((s.delay if s.delay is not None else 0 for s in one.steps if s.step == step), 0) for one in analysis.ranks
+    }
+    order = sorted(delay, key=lambda rank: (-delay[rank], rank))
+    first = analysis.straggler.rank if analysis.straggler is not None else order[0]
+    labels = {first: "latest" if delay[first] > 0 else ""}
+    if len(order) <= _DRAWN:
+        return [(rank, labels.get(rank, "")) for rank in sorted(order)]
+    others = [rank for rank in order if rank != first]
+    return [(first, labels[first]), (others[len(others) // 2], "median")]
+
+

@@ -1,0 +1,84 @@
+"""The all-gathers of each FSDP unit: which unit, in which phase, begun early, and hidden or not.
+
+FSDP2 names the unit in its annotations (``FSDP::all_gather (layers.3)``), on CPUs and GPUs alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lit_llm.trace import kinds
+from lit_llm.trace.collectives import Collectives
+from lit_llm.trace.columns import Category, Ints, RankTrace
+from lit_llm.trace.marks import Marks
+
+ROOT = "(root)"
+
+
+@dataclass
+class Gathers:
+    """Columns of equal length (n,), in order of their calls."""
+
+    units: list[str]
+    """Names, which ``unit`` points to."""
+    unit: Ints
+    backward: np.ndarray
+    """Whether it serves the backward, (n,) bool."""
+    early: np.ndarray
+    """Whether it was called for before the unit's own turn, (n,) bool."""
+    first: np.ndarray
+    """Whether nothing comes before it in its forward or backward to hide behind, (n,) bool: the first gather, and in the forward
+    also that of the first block after the root's."""
+    step: Ints
+    begin: Ints
+    end: Ints
+    exposed: Ints
+
+    def __len__(self) -> int:
+        return len(self.unit)
+
+
+def gathers_of(trace: RankTrace, marks: Marks, collectives: Collectives) -> Gathers:
+    """Joins the annotations with the collectives that were called for inside them."""
+    events = trace.events
+    units: dict[int, tuple[str, str]] = {}
+    for place, name in enumerate(trace.names):
+        if (found := kinds.UNIT.match(name)) is not None:
+            units[place] = found.group(1), found.group(2) or found.group(3) or ROOT
+    noted = np.flatnonzero(np.isin(events.name, list(units)) & (events.category == Category.ANNOTATION)) if units else []
+    gather_ns, turns = [], []
+    for place in noted:
+        what, unit = units[int(events.name[place])]
+        span = (int(events.start[place]), int(events.end[place]), unit)
+        if what == "all_gather":
+            gather_ns.append(span)
+        elif what in ("pre_forward", "pre_backward"):
+            turns.append((*span, what == "pre_backward"))
+    kind_of = [kind for kind, _ in collectives.keys]
+    wanted = np.array([kind == "all_gather" for kind in kind_of], dtype=bool)
+    is_gather = wanted[collectives.key] if len(collectives) else np.zeros(0, dtype=bool)
+    rows, names, seen = [], {}, {}  # type: ignore[var-annotated]
+    starts = np.array([span[0] for span in gather_ns], dtype=np.int64)
+    turn_starts = np.array([turn[0] for turn in turns], dtype=np.int64)
+    for place in np.flatnonzero(is_gather & (collectives.launched >= 0)):
+        called = int(collectives.launched[place])
+        at = int(np.searchsorted(starts, called, side="right")) - 1
+        if at < 0 or called >= gather_ns[at][1]:
+            continue
+        unit = gather_ns[at][2]
+        turn = int(np.searchsorted(turn_starts, called, side="right")) - 1
+        inside = turn >= 0 and called < turns[turn][1]
+        backward = inside and turns[turn][3]
+        own = inside and turns[turn][2] == unit
+        step = int(collectives.step[place])
+        before = seen.setdefault((step, backward), [])
+        first = not before or before == [ROOT]
+        before.append(unit)
+        row = (names.setdefault(unit, len(names)), backward, not own, first, step)
+        rows.append((*row, collectives.begin[place], collectives.end[place], collectives.exposed[place]))
+    columns = [np.array(column) for column in zip(*rows, strict=True)] if rows else [np.zeros(0, dtype=np.int64)] * 8
+    unit_column, step_column = columns[0].astype(np.int64), columns[4].astype(np.int64)
+    flags = [columns[place].astype(bool) for place in (1, 2, 3)]
+    return Gathers(list(names), unit_column, *flags, step_column, *(c.astype(np.int64) for c in columns[5:]))

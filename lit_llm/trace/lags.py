@@ -1,0 +1,73 @@
+"""Who comes late: arrivals at collectives on one clock, waits that follow, delay that a rank causes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lit_llm.trace.columns import Ints
+from lit_llm.trace.intervals import covered, intersect, union
+from lit_llm.trace.matching import Clock, Match
+from lit_llm.trace.per_rank import RankSummary
+
+
+@dataclass
+class Lags:
+    """Per step number and rank, ns; -1 where a rank has no such step."""
+
+    steps: list[int]
+    lag: Ints
+    """(steps, ranks): the latest arrival after the first one's, over the step's collectives."""
+    waits: Ints
+    """(steps, ranks): time in which communication was exposed and somebody had not come yet."""
+    delay: Ints
+    """(steps, ranks): how much less a rank waited than the median of the others, at least 0: who is late waits least."""
+    waiting: list[Ints]
+    """For each rank (n, 2): when it waited so, on its own clock."""
+
+
+def find_lags(ranks: Sequence[RankSummary], matches: Sequence[Match], clocks: Sequence[Clock]) -> Lags:
+    """Arrivals and waits, with the clocks' offsets taken off."""
+    shift = np.array([one.offset if one.applied and one.offset is not None else 0 for one in clocks], dtype=np.int64)
+    lag: dict[int, Ints] = {}
+    spans: list[list[tuple[int, int]]] = [[] for _ in ranks]
+    compared = np.zeros(len(ranks), dtype=bool)
+    for one in matches:
+        if len(one.place) < 2:
+            continue
+        compared[one.place] = True
+        arrival, off = one.arrival - shift[one.place], shift[one.place]
+        until = np.minimum(arrival.max() + off, one.end)
+        since = np.maximum(one.begin, one.arrival)
+        for place, start, end in zip(one.place.tolist(), since.tolist(), until.tolist(), strict=True):
+            if end > start:
+                spans[place].append((start, end))
+        if one.step >= 0 and one.kind != "send_recv":
+            row = lag.setdefault(one.step, np.full(len(ranks), -1, dtype=np.int64))
+            np.maximum.at(row, one.place, arrival - arrival.min())
+    waiting = []
+    for one_rank, rows in zip(ranks, spans, strict=True):
+        both = np.array(rows, dtype=np.int64).reshape(-1, 2)
+        waiting.append(intersect(one_rank.exposed, union(both[:, 0], both[:, 1])))
+    steps = sorted(lag)
+    row_of = {step: row for row, step in enumerate(steps)}
+    waits = np.full((len(steps), len(ranks)), -1, dtype=np.int64)
+    for place, one_rank in enumerate(ranks):
+        if not compared[place]:
+            continue
+        times = covered(waiting[place], one_rank.windows[:, 0], one_rank.windows[:, 1])
+        for step, value in zip(one_rank.marks.numbers.tolist(), times.tolist(), strict=True):
+            if step in row_of:
+                waits[row_of[step], place] = value
+    delay = np.full_like(waits, -1)
+    for row in range(len(steps)):
+        known = np.flatnonzero(waits[row] >= 0)
+        if len(known) < 2:
+            continue
+        for place in known:
+            others = waits[row][known[known != place]]
+            delay[row, place] = max(int(np.median(others)) - int(waits[row, place]), 0)
+    lags = np.stack([lag[step] for step in steps]) if steps else np.zeros((0, len(ranks)), dtype=np.int64)
+    return Lags(steps, lags, waits, delay, waiting)

@@ -1,0 +1,167 @@
+"""Does a rank keep the others waiting, and why: with a threshold, and the right to say that nothing can be said.
+
+Ranks in lockstep take equally long for a step; the late one is the one that does not wait. So a rank is judged by how much
+less it waited than the median of the others (``Lags.delay``), which needs no critical path, holds for any layout of groups,
+and does not count a wait for several outstanding collectives twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from lit_llm.trace.lags import Lags
+from lit_llm.trace.per_rank import RankSummary
+from lit_llm.trace.results import Straggler
+
+Cause = Literal["data_loading", "slow_device", "slow_host", "uneven_work", "unknown"]
+SHARE = 0.05
+"""Of a step that a delay must be."""
+LEAST = {"gpu": 300_000, "cpu": 5_000_000}
+"""ns that it must be; starting values, the CPU's fitted on small runs of two busy cores."""
+LED = 2 / 3
+"""Share of the steps in which the rank must be the latest."""
+
+
+@dataclass
+class Finding:
+    """The rank that delays most, and how sure that is."""
+
+    place: int
+    delay: int
+    """ns a step, the median."""
+    step_ns: int
+    led: int
+    steps: int
+    cause: Cause
+    excess: dict[str, int]
+    """ns a step by which the rank exceeds the median of the others: data, ops, launch, rest."""
+    others: list[int]
+    """Places of further ranks that delay about as much."""
+    strong: bool
+    """Well above the threshold, and in nearly all steps."""
+
+
+def threshold(ranks: Sequence[RankSummary], step_ns: float) -> float:
+    """What a delay must exceed, ns."""
+    return max(LEAST[ranks[0].device], SHARE * step_ns)
+
+
+def step_length(ranks: Sequence[RankSummary]) -> int:
+    """Median length of a step over all ranks, ns; 0 without marks."""
+    times = [one.windows[:, 1] - one.windows[:, 0] for one in ranks if len(one.windows)]
+    together = np.concatenate(times) if times else np.zeros(0)
+    return int(np.median(together[together > 0])) if (together > 0).any() else 0
+
+
+def find_straggler(ranks: Sequence[RankSummary], lags: Lags) -> Finding | None:
+    """The rank that is late in most steps by more than the threshold; None: no rank is."""
+    delay = lags.delay
+    usable = [row for row in range(len(lags.steps)) if (delay[row] >= 0).sum() >= 2]
+    if len(usable) < 2:
+        return None
+    delay = delay[usable]
+    middle = np.array([np.median(column[column >= 0]) if (column >= 0).any() else -1 for column in delay.T])
+    place = int(middle.argmax())
+    step_ns = step_length(ranks)
+    least = threshold(ranks, step_ns)
+    if middle[place] <= least:
+        return None
+    alike = [one for one in np.argsort(-middle, kind="stable").tolist() if middle[one] > max(least, middle[place] / 2)]
+    if len(alike) > max(1, len(ranks) // 3):  # no few against many: the ranks are of two kinds
+        alike = [place]
+    led = int(sum(row[place] >= 0 and row[place] >= row.max() / (2 if len(alike) > 1 else 1) for row in delay))
+    if led < LED * len(usable):
+        return None
+    excess = excess_of(ranks, place, alike)
+    cause = _cause(ranks, place, alike, int(middle[place]), excess)
+    low = np.sort(delay[:, place])[len(usable) // 4]  # most single steps must show it, not the median alone
+    factor = 1.2 if ranks[place].device == "gpu" and cause != "unknown" else 2.0  # a CPU's times are noisier
+    strong = bool(middle[place] > factor * least and low > least)
+    return Finding(place, int(middle[place]), step_ns, led, len(usable), cause, excess, alike[1:], strong)
+
+
+def excess_of(
+    ranks: Sequence[RankSummary], place: int, alike: Sequence[int] = (), step: int | None = None
+) -> dict[str, int]:
+    """By how much a rank's own times exceed the median of the others', ns a step: the median over steps, or of one step."""
+    skipped = {place, *alike}
+    others = [one for number, one in enumerate(ranks) if number not in skipped] or [
+        one for number, one in enumerate(ranks) if number != place
+    ]
+    found = {}
+    for what in ("data", "ops", "launch", "rest", "calls"):
+        mine = _middle(ranks[place], what, step)
+        theirs = [_middle(one, what, step) for one in others]
+        theirs = [value for value in theirs if value is not None]
+        found[what] = 0 if mine is None or not theirs else int(mine - np.median(theirs))
+    return found
+
+
+def _middle(rank: RankSummary, what: str, step: int | None) -> float | None:
+    values = rank.work[what]
+    if step is not None:
+        values = values[rank.marks.numbers == step]
+    return float(np.median(values)) if len(values) else None
+
+
+def _cause(ranks: Sequence[RankSummary], place: int, alike: list[int], delay: int, excess: dict[str, int]) -> Cause:
+    """What explains the larger part of a delay."""
+    if excess["data"] >= 0.4 * delay:
+        return "data_loading"
+    one = ranks[place]
+    host = excess["launch"] + excess["rest"]
+    if excess["ops"] >= max(0.35 * delay, host):
+        return _kind_of_work(ranks, place, alike, excess)
+    if host >= 0.35 * delay:
+        return "slow_host"
+    total = excess["data"] + excess["ops"] + host
+    if total >= 0.5 * delay:
+        parts = {"data_loading": excess["data"], "slow_host": host, "slow_device": excess["ops"]}
+        largest = max(parts, key=lambda cause: parts[cause])
+        if largest == "slow_device" and one.device == "cpu":
+            return "slow_host"
+        return largest  # type: ignore[return-value]
+    return "unknown"
+
+
+def _kind_of_work(ranks: Sequence[RankSummary], place: int, alike: list[int], excess: dict[str, int]) -> Cause:
+    """More compute: of more work, or of the same work done more slowly."""
+    one = ranks[place]
+    calls = float(np.median(one.work["calls"])) if len(one.work["calls"]) else 0.0
+    if calls and excess["calls"] > 0.02 * calls:
+        return "uneven_work"
+    ratios, weights = slowdown(ranks, place, alike)
+    if len(ratios) >= 3:
+        order = np.argsort(ratios)
+        share = np.cumsum(weights[order]) / weights.sum()
+        low, high = (ratios[order][int(np.searchsorted(share, part))] for part in (0.2, 0.8))
+        if low < 1.02 < high and high > 1.1:  # some kernels take longer, others do not: they get more to do
+            return "uneven_work"
+    return "slow_device" if one.device == "gpu" else "slow_host"
+
+
+def slowdown(ranks: Sequence[RankSummary], place: int, alike: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """For each kernel that all ranks run: this rank's mean over the median of the others' means, and its share of time."""
+    skipped = {place, *alike}
+    means = [dict(zip(one.table.names, (one.table.total / np.maximum(one.table.calls, 1)).tolist(), strict=True)) for one in ranks]
+    table = ranks[place].table
+    ratios, weights = [], []
+    for name, total in zip(table.names, table.total.tolist(), strict=True):
+        theirs = [one[name] for number, one in enumerate(means) if number not in skipped and name in one]
+        if theirs and np.median(theirs) > 0:
+            ratios.append(means[place][name] / float(np.median(theirs)))
+            weights.append(total)
+    return np.array(ratios), np.array(weights, dtype=float)
+
+
+def as_result(ranks: Sequence[RankSummary], lags: Lags, finding: Finding) -> Straggler:
+    """For the report, with the arrival lag that people know."""
+    lag = lags.lag[:, finding.place]
+    known = lag[lag >= 0]
+    rank = ranks[finding.place].rank
+    assert rank is not None
+    return Straggler(rank, int(np.median(known)) if len(known) else 0, finding.led, finding.steps, finding.cause)
