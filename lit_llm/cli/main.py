@@ -25,6 +25,7 @@ COMMANDS = {
     **TRAINER_COMMANDS,
     "generate": "complete prompts with a checkpoint, on the screen",
     "export": "write a checkpoint as a Hugging Face folder",
+    "trace": "say from profiler traces which rank lags, and why",
 }
 HELP = f"""\
 usage: lit-llm COMMAND [OPTION]...
@@ -104,7 +105,7 @@ def _dispatch(words: list[str]) -> int:
         from lit_llm.cli.lightning import run_trainer_command
 
         return run_trainer_command(command, words[1:])
-    if command in ("generate", "export"):
+    if command in ("generate", "export", "trace"):
         tool = importlib.import_module(f"lit_llm.cli.{command}")
         return tool.run(tool.parser().parse(words[1:]))
     if command in ("prepare", "inspect"):

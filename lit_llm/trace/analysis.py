@@ -20,14 +20,16 @@ from lit_llm.trace.results import Analysis, Health, Lane, Rank, RankTimeline, Sp
 from lit_llm.trace.straggler import as_result, find_straggler
 from lit_llm.trace.timeline import lanes
 from lit_llm.trace.totals import collective_kinds, fsdp_layers, longest_gaps, top_kernels
-from lit_llm.trace.verdicts import Judge
+from lit_llm.trace.verdicts import judge
 from lit_llm.trace.workers import run_on_files
 
 _DRAWN = 4
 """Ranks in the timeline."""
 
 
-def analyze(paths: str | Path | Sequence[str | Path], *, processes: int | None = None, timeline: bool = True) -> Analysis:
+def analyze(
+    paths: str | Path | Sequence[str | Path], *, processes: int | None = None, timeline: bool = True
+) -> Analysis:
     """Reads the traces of one window and says what is wrong, rank by rank.
 
     Args:
@@ -44,7 +46,9 @@ def analyze(paths: str | Path | Sequence[str | Path], *, processes: int | None =
     summaries = [one for one in results if isinstance(one, RankSummary)]
     failed = [str(one) for one in results if isinstance(one, UserError)]
     if not summaries:
-        raise UserError(failed[0] if len(failed) == 1 else f"none of {len(failed)} files is a trace that can be read; {failed[0]}")
+        raise UserError(
+            failed[0] if len(failed) == 1 else f"none of {len(failed)} files is a trace that can be read; {failed[0]}"
+        )
     belonging = check_set([one.facts for one in summaries])
     kept = []
     for place, rank in zip(belonging.kept, belonging.ranks, strict=True):
@@ -83,19 +87,15 @@ def combine(ranks: Sequence[RankSummary], *, world_size: int | None = None, miss
         fit = [place for place in fit if ranks[place].device == "gpu"]
     judged = [ranks[place] for place in fit]
     left_out = [one for place, one in enumerate(ranks) if place not in fit]
-    seen = Lags(lags.steps, lags.lag[:, fit], lags.waits[:, fit], lags.delay[:, fit], [lags.waiting[one] for one in fit])
+    seen = Lags(
+        lags.steps, lags.lag[:, fit], lags.waits[:, fit], lags.delay[:, fit], [lags.waiting[one] for one in fit]
+    )
     finding = find_straggler(judged, seen) if len(judged) > 1 else None
 
     results = [_rank(one, place, lags, found_clocks[place], several) for place, one in enumerate(ranks)]
     kinds = collective_kinds(ranks, matches)
-    judge = Judge(judged, left_out, seen)
-    if judged:
-        judge.straggler(finding, world_size)
-        judge.one_off_stalls(finding)
-        judge.communication([results[place].split for place in fit], kinds)
-        judge.prefetch(fsdp_layers(judged, seen.waiting))
-        judge.idle()
-        judge.data(finding)
+    splits = [results[place].split for place in fit]
+    layers = fsdp_layers(judged, seen.waiting)
     health = [Health(None, line) for line in odd] + _clock_health(ranks, found_clocks)
     return Analysis(
         source="",
@@ -105,7 +105,7 @@ def combine(ranks: Sequence[RankSummary], *, world_size: int | None = None, miss
         top_kernels=top_kernels(ranks),
         gaps=longest_gaps(ranks),
         straggler=None if finding is None else as_result(judged, seen, finding),
-        verdicts=judge.close(),
+        verdicts=judge(judged, left_out, seen, finding, splits, kinds, layers, world_size),
         health=health,
         world_size=world_size,
         missing_ranks=list(missing),
@@ -121,10 +121,14 @@ def _rank(one: RankSummary, place: int, lags: Lags, clock: Clock, several: bool)
     whole = one.split
     if compared:
         _share_out(whole, length(waiting))
-        for split, value in zip(one.step_splits, covered(waiting, one.windows[:, 0], one.windows[:, 1]).tolist(), strict=True):
+        for split, value in zip(
+            one.step_splits, covered(waiting, one.windows[:, 0], one.windows[:, 1]).tolist(), strict=True
+        ):
             _share_out(split, value)
     steps = []
-    for number, mark, split in zip(one.marks.numbers.tolist(), one.marks.windows.tolist(), one.step_splits, strict=True):
+    for number, mark, split in zip(
+        one.marks.numbers.tolist(), one.marks.windows.tolist(), one.step_splits, strict=True
+    ):
         row = row_of.get(number)
         lag, delay = ((int(table[row, place]) if row is not None else -1) for table in (lags.lag, lags.delay))
         step = Step(number, mark[0] - shift, mark[1] - mark[0], split)
@@ -157,7 +161,9 @@ def _health(notes: list[str], kept: Sequence[RankSummary]) -> list[Health]:
         lines += [Health(one.rank, f"{Path(one.path).name} {problem}") for problem in one.problems]
         cut = one.meta.get("truncated_to_steps")
         if cut:
-            lines.append(Health(one.rank, f"the recorder kept the first {cut} steps alone, by its limit of size (max_mb)"))
+            lines.append(
+                Health(one.rank, f"the recorder kept the first {cut} steps alone, by its limit of size (max_mb)")
+            )
         if not len(one.marks):
             lines.append(Health(one.rank, "has no step marks (ProfilerStep#), so nothing is told by step"))
     unlaunched = [(one.rank, one.unlaunched) for one in kept if one.unlaunched and one.rank is not None]
@@ -176,7 +182,9 @@ def _clock_health(ranks: Sequence[RankSummary], found: Sequence[Clock]) -> list[
         most = max(abs(clock.offset or 0) for _, clock in moved)
         error = max(clock.error or 0 for _, clock in moved)
         numbers = ranges(rank for rank, _ in moved if rank is not None)
-        text = f"clocks of ranks {numbers} differ by up to {most / 1e6:,.3f} ms (+- {error / 1e6:,.3f}) and were aligned"
+        text = (
+            f"clocks of ranks {numbers} differ by up to {most / 1e6:,.3f} ms (+- {error / 1e6:,.3f}) and were aligned"
+        )
         lines.append(Health(None, text + " by the ends of collectives"))
     if len(ranks) > 1 and all(clock.offset is None for clock in found):
         lines.append(Health(None, "no collective could be matched between ranks: waits, lags and clocks can't be told"))
@@ -188,26 +196,28 @@ def _clock_health(ranks: Sequence[RankSummary], found: Sequence[Clock]) -> list[
 
 def _timeline(ranks: Sequence[RankSummary], analysis: Analysis, processes: int | None) -> Timeline | None:
     step = _step_to_draw(analysis)
-    drawn = _ranks_to_draw(analysis, step)
-    by_rank = {one.rank: one for one in ranks}
-    jobs = [(by_rank[rank].path, step) for rank, _ in drawn]
-    results = run_on_files(lanes_of_file, jobs, processes)
+    drawn = []
+    for rank, label in _ranks_to_draw(analysis, step):
+        one = next(one for one in ranks if one.rank == rank)
+        window = one.window_of(step)
+        if window is not None:
+            drawn.append((rank, label, one.path, window))
+    results = run_on_files(lanes_of_file, [(path, *window) for _, _, path, window in drawn], processes)
     rows, starts, ends = [], [], []
-    for (rank, label), result in zip(drawn, results, strict=True):
-        if isinstance(result, UserError):
+    for (rank, label, _, window), found in zip(drawn, results, strict=True):
+        if isinstance(found, UserError):
             continue
-        start, end, found = result
-        one = next(one for one in analysis.ranks if one.rank == rank)
-        shift = one.clock_offset if one.clock_applied and one.clock_offset is not None else 0
-        starts.append(start - shift)
-        ends.append(end - shift)
+        clock = next(one for one in analysis.ranks if one.rank == rank)
+        shift = clock.clock_offset if clock.clock_applied and clock.clock_offset is not None else 0
+        starts.append(window[0] - shift)
+        ends.append(window[1] - shift)
         rows.append(RankTimeline(rank, label, [_moved(lane, shift) for lane in found]))
     return Timeline(step, min(starts), max(ends), rows) if rows else None
 
 
-def lanes_of_file(path: str, step: int | None) -> tuple[int, int, list[Lane]]:
+def lanes_of_file(path: str, start: int, end: int) -> list[Lane]:
     """Reads a file again for its lanes."""
-    return lanes(read(path), step)
+    return lanes(read(path), start, end)
 
 
 def _moved(lane: Lane, shift: int) -> Lane:
@@ -215,31 +225,35 @@ def _moved(lane: Lane, shift: int) -> Lane:
 
 
 def _step_to_draw(analysis: Analysis) -> int | None:
-    """One that all ranks have: of the stall or the straggler if there is one, else the median in length."""
-    common = [set(step.step for step in rank.steps) for rank in analysis.ranks]
-    steps = sorted(set.intersection(*common)) if common else []
-    if not steps:
-        steps = sorted({step for one in common for step in one})
+    """One that all ranks have, in the middle by the straggler's delay, or by its length."""
+    common = [{step.step for step in rank.steps} for rank in analysis.ranks]
+    steps = sorted(set.intersection(*common) or set.union(*common)) if common else []
     if not steps:
         return None
-    lengths = {step: np.median([s.duration for r in analysis.ranks for s in r.steps if s.step == step]) for step in steps}
+    rows = [(rank.rank, step) for rank in analysis.ranks for step in rank.steps]
+    key = {number: float(np.median([one.duration for _, one in rows if one.step == number])) for number in steps}
     if analysis.straggler is not None:
-        delays = {s.step: s.delay or 0 for r in analysis.ranks if r.rank == analysis.straggler.rank for s in r.steps}
-        return sorted(steps, key=lambda step: delays.get(step, 0))[len(steps) // 2]
-    return sorted(steps, key=lambda step: lengths[step])[len(steps) // 2]
+        late = analysis.straggler.rank
+        key = {
+            number: max((one.delay or 0 for r, one in rows if r == late and one.step == number), default=0)
+            for number in steps
+        }
+    stalls = [one for one in analysis.verdicts if one.code == "one_off_stall" and one.severity != "info"]
+    if stalls and analysis.straggler is None and stalls[0].steps[0] in key:
+        return stalls[0].steps[0]
+    return sorted(steps, key=lambda number: key[number])[len(steps) // 2]
 
 
 def _ranks_to_draw(analysis: Analysis, step: int | None) -> list[tuple[int, str]]:
     """The latest rank and the one in the middle; all, where there are few."""
     delay = {
-        one.rank: next((s.delay if s.delay is not None else 0 for s in one.steps if s.step == step), 0) for one in analysis.ranks
+        one.rank: next((s.delay if s.delay is not None else 0 for s in one.steps if s.step == step), 0)
+        for one in analysis.ranks
     }
     order = sorted(delay, key=lambda rank: (-delay[rank], rank))
     first = analysis.straggler.rank if analysis.straggler is not None else order[0]
-    labels = {first: "latest" if delay[first] > 0 else ""}
+    label = "latest" if delay[first] > 0 else ""
     if len(order) <= _DRAWN:
-        return [(rank, labels.get(rank, "")) for rank in sorted(order)]
+        return [(rank, label if rank == first else "") for rank in sorted(order)]
     others = [rank for rank in order if rank != first]
-    return [(first, labels[first]), (others[len(others) // 2], "median")]
-
-
+    return [(first, label), (others[len(others) // 2], "median")]

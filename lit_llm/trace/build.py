@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -96,7 +97,7 @@ class Builder:
     def add_exact(self, events: list[ExactEvent]) -> None:
         """Takes the events of a chunk whose times a float64 can't hold."""
         complete = [event for event in events if event.ph == "X"]
-        keep = [event for event in complete if abs(event.ts) <= _LATEST and abs(event.dur) <= _LATEST]
+        keep = [event for event in complete if _possible(event.ts) and _possible(event.dur)]
         self.dropped += len(complete) - len(keep)
         start = np.array([round(event.ts * 1000) for event in keep], np.int64)
         duration = np.array([round(event.dur * 1000) for event in keep], np.int64)
@@ -110,7 +111,7 @@ class Builder:
             complete = [event for event, good in zip(complete, fine, strict=True) if good]
             self.dropped += int((~fine).sum())
             start, duration = start[fine], duration[fine]
-        if start.dtype.kind == "f":
+        if start.dtype.kind == "f" and len(start):
             self._fractions = True
         self._fill(complete, _nanoseconds(start), _nanoseconds(duration))
         self._name_threads(events)
@@ -220,6 +221,10 @@ class Builder:
         return events
 
 
+def _possible(us: Decimal) -> bool:
+    return us.is_finite() and abs(us) <= _LATEST
+
+
 def _category(name: str) -> Category:
     name = name.lower()
     ending = (kind for end, kind in _ENDINGS.items() if name.endswith(end))
@@ -240,7 +245,9 @@ def _column(count: int, rows: NDArray[np.intp], values: Sequence[Value], bits: i
 def _nanoseconds(us: NDArray[Any]) -> Ints:
     """Exact for whole microseconds, and for a fraction where a float64 holds it."""
     if us.dtype.kind == "f":
-        return np.rint(us * 1000).astype(np.int64)
+        # Not at once: the product would be rounded a second time, and be 1 ns off near 2**42 us.
+        whole = np.floor(us)
+        return whole.astype(np.int64) * 1000 + np.rint((us - whole) * 1000).astype(np.int64)
     return us.astype(np.int64) * 1000
 
 

@@ -10,8 +10,11 @@ import msgspec
 from lit_llm.trace.salvage import EVENT, object_end
 
 _ARRAY = re.compile(rb'(?<!\\)"traceEvents"\s*:\s*\[')
-_CLOSE = re.compile(rb"\s*,?\s*\]")
-_BETWEEN = re.compile(rb"[\s,]*")
+_CLOSE_AND_KEY = re.compile(
+    rb'\}\s*\](?=\s*,\s*"(?:traceName|displayTimeUnit|baseTimeNanoseconds|distributedInfo)"\s*:)'
+)
+# Numbers and the like are no events, but no reason to stop either.
+_BETWEEN = re.compile(rb"(?:[\s,]|null|true|false|[-+\d][\d.eE+-]*)*")
 _SPACE = b" \t\r\n"
 # What stands before the events is a few kB; a file without them in its first 64 MiB is something else.
 _HEAD_LIMIT = 64 << 20
@@ -19,9 +22,10 @@ _LOOK_BACK = 8
 
 
 class _Probe(msgspec.Struct, gc=False):
-    """Any event: all have a phase."""
+    """Any event: all have a phase and a time."""
 
     ph: str
+    ts: msgspec.Raw
 
 
 _probe = msgspec.json.Decoder(_Probe)
@@ -121,31 +125,55 @@ class Chunks:
         self.tail = b""
         at = end
         while True:
-            close = _CLOSE.match(data, at)
-            if close:
-                self.closed, self.tail = True, data[close.end() :]
-                return end
             between = _BETWEEN.match(data, at)
             at = between.end() if between else at
+            if data[at : at + 1] == b"]":
+                self.closed, self.tail = True, data[at + 1 :]
+                return end
             if at == len(data):
                 self.clean = True
                 return end
-            stop = object_end(data, at) if data[at : at + 1] == b"{" else None
+            stop, following = _next_event(data, at)
             if stop is not None:
-                at = end = stop
-                continue
-            # Cut off here, or ill-formed and others follow.
-            following = EVENT.search(data, at)
+                end = stop
             if following is None:
                 return end
-            at = following.end()
+            at = following
+
+
+def _next_event(data: bytes, at: int) -> tuple[int | None, int | None]:
+    """Where the event at ``at`` ends, and where to look for the next; None if it is cut off, or nothing follows."""
+    if data[at : at + 1] != b"{":
+        stop = None
+    else:
+        stop = object_end(data, at)
+        if stop is not None and _is_event(data, at, stop):
+            return stop, stop
+    # Cut off here; or ill-formed: then a brace that is missing may have swallowed what follows.
+    limit = len(data) if stop is None else stop
+    for match in EVENT.finditer(data, at, limit):
+        other = object_end(data, match.end())
+        if other is not None and _is_event(data, match.end(), other):
+            return match.start() + 1, match.end()
+    close = _CLOSE_AND_KEY.search(data, at, limit)
+    if close:
+        return close.start() + 1, close.start() + 1
+    return stop, stop
+
+
+def _is_event(data: bytes, start: int, end: int) -> bool:
+    try:
+        _probe.decode(memoryview(data)[start:end])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _last_boundary(data: bytes) -> int | None:
     """Where the last event ends that another one follows.
 
     ``},{`` may also stand inside an event, in a string or between the members of a nested list. So the event before the
-    boundary must decode as a whole, and have a phase.
+    boundary must decode as a whole, and have a phase and a time.
     """
     between = _BETWEEN.match(data)
     first = between.end() if between else 0
@@ -157,11 +185,8 @@ def _last_boundary(data: bytes) -> int | None:
         if end is None and at > first:
             continue
         for cut in cuts:
-            try:
-                _probe.decode(memoryview(data)[at:cut])
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                continue
-            return cut
+            if _is_event(data, at, cut):
+                return cut
         if end is not None:
             cuts = [end, *cuts[: _LOOK_BACK - 1]]
     return None

@@ -106,7 +106,9 @@ def on_cpu(trace: RankTrace, calls: Ints, runs: Ints, marks: Marks, exposed: Int
         size = _size(detail)
         if size < 0 and events.detail[run] >= 0:  # a call's shapes may be those of lists of tensors
             size = _size(trace.details[events.detail[run]])
-        rows.append(((kind, detail.group), -1, step, arrival, begin, end, size, bare[run], -1 if call is None else arrival))
+        rows.append(
+            ((kind, detail.group), -1, step, arrival, begin, end, size, bare[run], -1 if call is None else arrival)
+        )
     return _build(rows)
 
 
@@ -138,6 +140,3 @@ def _largest(shapes: Any) -> int:
     if shapes and all(isinstance(size, int) for size in shapes):
         return math.prod(shapes)
     return max((_largest(one) for one in shapes), default=0)
-
-
-

@@ -12,7 +12,14 @@ import numpy as np
 from lit_llm.errors import UserError
 from lit_llm.trace.results import Analysis, Rank
 
-_COMPARISONS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt}
+_COMPARISONS = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 _TERM = re.compile(r"\s*(\w+)\s*(>=|<=|==|!=|>|<)\s*([-+]?\d*\.?\d+(?:[eE][-+]?\d+)?)\s*(%?)\s*")
 
 
@@ -75,12 +82,16 @@ class Condition:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._any = [[self._term(one) for one in re.split(r"\s+and\s+|&&", part)] for part in re.split(r"\s+or\s+|\|\||,", text)]
+        self._any = [
+            [self._term(one) for one in re.split(r"\s+and\s+|&&", part)] for part in re.split(r"\s+or\s+|\|\||,", text)
+        ]
 
     def _term(self, text: str) -> tuple[str, str, float]:
         found = _TERM.fullmatch(text)
         if found is None:
-            raise UserError(f"--fail_on {self.text!r}: {text.strip()!r} is no comparison; write such as comm_exposed_pct>15")
+            raise UserError(
+                f"--fail_on {self.text!r}: {text.strip()!r} is no comparison; write such as comm_exposed_pct>15"
+            )
         name = found.group(1)
         if name not in FIGURES:
             near = difflib.get_close_matches(name, FIGURES, 1)

@@ -64,6 +64,7 @@ class ExactEvent(Struct, gc=False):
     args: Args | None = None
 
 
+_raw = msgspec.json.Decoder(list[Raw])
 E = TypeVar("E", Event, ExactEvent)
 
 
@@ -93,10 +94,14 @@ class Decoder(Generic[E]):
             pass
         text, mended = repair(chunk)
         try:
-            return Decoded(self._list.decode(b"[" + text + b"]"), mended=mended)
+            return Decoded(self._list.decode(b"[" + text + b"]"), mended=max(1, mended))
         except ERRORS:
             pass
-        pieces, rest = split(text, sure)
+        rest = b""
+        try:
+            pieces = [bytes(raw) for raw in _raw.decode(b"[" + text + b"]")]  # JSON it is, but not all are events
+        except ERRORS:
+            pieces, rest = split(text, sure)
         found = Decoded[E]([], mended=mended, rest=rest)
         for piece in pieces:
             if not self._take(piece, found):

@@ -19,6 +19,7 @@ _KEYS = (
     "traceName",
 )
 _decoder = json.JSONDecoder(strict=False)
+_NEXT = re.compile(r"\s*[,}]")
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d+)|(?:^|[-_.])r[-_]?(\d+)(?=[-_.]|$)", re.IGNORECASE)
 
 
@@ -100,9 +101,12 @@ def parse(head: bytes, tail: bytes, *, listed: bool = False) -> Facts:
         match = re.search(rf'(?<!\\)"{key}"\s*:\s*', source)
         if match:
             try:
-                known[key] = _decoder.raw_decode(source, match.end())[0]
+                value, end = _decoder.raw_decode(source, match.end())
             except (ValueError, RecursionError):
                 continue
+            # A number that nothing follows may have been cut itself.
+            if not isinstance(value, int | float) or _NEXT.match(source, end):
+                known[key] = value
     return Facts(known, ["what stands around its events is cut or ill-formed; some of it may be lost"], bool(known))
 
 

@@ -47,7 +47,9 @@ def gathers_of(trace: RankTrace, marks: Marks, collectives: Collectives) -> Gath
     for place, name in enumerate(trace.names):
         if (found := kinds.UNIT.match(name)) is not None:
             units[place] = found.group(1), found.group(2) or found.group(3) or ROOT
-    noted = np.flatnonzero(np.isin(events.name, list(units)) & (events.category == Category.ANNOTATION)) if units else []
+    noted = (
+        np.flatnonzero(np.isin(events.name, list(units)) & (events.category == Category.ANNOTATION)) if units else []
+    )
     gather_ns, turns = [], []
     for place in noted:
         what, unit = units[int(events.name[place])]
@@ -55,7 +57,9 @@ def gathers_of(trace: RankTrace, marks: Marks, collectives: Collectives) -> Gath
         if what == "all_gather":
             gather_ns.append(span)
         elif what in ("pre_forward", "pre_backward"):
-            turns.append((*span, what == "pre_backward"))
+            turns.append((*span, what == "pre_backward", True))
+        elif what in ("forward_prefetch", "backward_prefetch"):
+            turns.append((*span, what == "backward_prefetch", False))
     kind_of = [kind for kind, _ in collectives.keys]
     wanted = np.array([kind == "all_gather" for kind in kind_of], dtype=bool)
     is_gather = wanted[collectives.key] if len(collectives) else np.zeros(0, dtype=bool)
@@ -71,7 +75,7 @@ def gathers_of(trace: RankTrace, marks: Marks, collectives: Collectives) -> Gath
         turn = int(np.searchsorted(turn_starts, called, side="right")) - 1
         inside = turn >= 0 and called < turns[turn][1]
         backward = inside and turns[turn][3]
-        own = inside and turns[turn][2] == unit
+        own = inside and turns[turn][4] and turns[turn][2] == unit
         step = int(collectives.step[place])
         before = seen.setdefault((step, backward), [])
         first = not before or before == [ROOT]

@@ -85,7 +85,8 @@ def find_idle(trace: RankTrace, marks: Marks, busy: Ints, on_device: Ints, launc
         mine = np.flatnonzero(thread == one)
         here = events.thread == one
         waits, works = (
-            union(events.start[chosen & here], events.end[chosen & here]) for chosen in (sync_ops | sync_calls, dispatch)
+            union(events.start[chosen & here], events.end[chosen & here])
+            for chosen in (sync_ops | sync_calls, dispatch)
         )
         # A wait that saw the GPU run dry is to blame for all the time until the next launch.
         dry = np.flatnonzero(contains(waits, start[mine]))
@@ -112,7 +113,11 @@ def _op_of(trace: RankTrace, start: int, end: int, thread: int) -> str | None:
     kind = events.category[:to]
     host = (kind == Category.CPU_OP) | (kind == Category.RUNTIME) | (kind == Category.ANNOTATION)
     places = np.flatnonzero(host & (events.thread[:to] == thread) & (events.start[:to] + events.duration[:to] > start))
-    places = places[[kinds.STEP.match(trace.names[events.name[place]]) is None for place in places]] if len(places) else places
+    places = (
+        places[[kinds.STEP.match(trace.names[events.name[place]]) is None for place in places]]
+        if len(places)
+        else places
+    )
     if not len(places):
         return None
     taken = np.minimum(events.end[places], end) - np.maximum(events.start[places], start)
@@ -154,6 +159,3 @@ def _line_of(trace: RankTrace, place: int) -> str | None:
         if "torch/" not in name and "<built-in" not in name and "lightning/" not in name:
             return name
     return None
-
-
-

@@ -75,9 +75,7 @@ def find_marks(trace: RankTrace) -> Marks:
     data = named(kinds.DATA.match, on_host)
     optimizer = named(lambda name: name == "optimizer", host)
     if not len(optimizer):  # torch's own mark, around the closure that Lightning runs in it
-        optimizer = subtract(
-            named(kinds.OPTIMIZER.match, host), join(named(kinds.FORWARD_BACKWARD.match, host), data)
-        )
+        optimizer = subtract(named(kinds.OPTIMIZER.match, host), join(named(kinds.FORWARD_BACKWARD.match, host), data))
     phases = {name: named(lambda one, name=name: one == name, host) for name in _PHASES}
     return Marks(numbers, windows, thread, data, len(data) > 0, optimizer, len(optimizer) > 0, phases)
 

@@ -87,7 +87,9 @@ def _keyed(ranks: Sequence[RankSummary]) -> dict[Any, list[tuple[int, int]]]:
         for kind, group in columns.keys:
             members = one.groups.get(group) if group is not None else None
             labels.append((kind, group, _members(members) if members else group, len(members) if members else None))
-        rows = zip(columns.key.tolist(), columns.sequence.tolist(), columns.step.tolist(), columns.bytes.tolist(), strict=True)
+        rows = zip(
+            columns.key.tolist(), columns.sequence.tolist(), columns.step.tolist(), columns.bytes.tolist(), strict=True
+        )
         for row, (key, sequence, step, size) in enumerate(rows):
             kind, group, label, number = labels[key]
             if sequence >= 0:
@@ -125,12 +127,13 @@ def _by_inferred_groups(ranks: Sequence[RankSummary], unnamed: dict[int, list[tu
     by_key: dict[Any, dict[Any, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for place, rows in unnamed.items():
         for row, (kind, step, size, number) in rows:
-            by_key[(kind, size)][(step, number)].append((place, row))
+            # The same place in a step is the same collective in each; without shapes it is all that tells two groups apart.
+            by_key[(kind, size, number)][step].append((place, row))
     found: dict[Any, list[tuple[int, int]]] = {}
     partitions = _partitions(ranks)
-    for (kind, size), numbered in by_key.items():
-        groups = _best(ranks, partitions, numbered)
-        for (step, number), places in numbered.items():
+    for (kind, size, number), of_step in by_key.items():
+        groups = _best(ranks, partitions, of_step)
+        for step, places in of_step.items():
             for members in groups:
                 inside = [(place, row) for place, row in places if place in members]
                 if inside:

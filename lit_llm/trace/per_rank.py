@@ -2,7 +2,8 @@
 
 Definitions (all unions of intervals): C compute kernels, M communication kernels, X copies and fills, B = C u M u X.
 ``compute = |C|``, ``comm_exposed = |M \\ C|``, ``mem_exposed = |X \\ (C u M)|``, ``idle = window - |B|``. On a CPU-only trace M is
-the executions of collectives on their own threads, and compute is taken to be any op that is open on the main thread.
+the executions of collectives on their own threads, and compute is taken to be any op that
+is open on the main thread.
 """
 
 from __future__ import annotations
@@ -52,11 +53,21 @@ class RankSummary:
     idle: Idle | None
     table: Table
     work: dict[str, Ints]
-    """Per step, (steps,): ``ops`` ns of compute, ``calls`` of kernels or ops, ``data``, ``launch`` idle ns, ``rest`` on the host."""
+    """Per step, (steps,): ``ops`` ns of compute, ``calls`` of kernels or ops; ns of ``data``, of idle for ``launch``, and of
+    the ``rest`` on the host."""
     launch_ahead: int | None = None
     unlaunched: int = 0
     """GPU events with no launch in the trace."""
     gpu_events: dict[str, int] = field(default_factory=dict)
+    whole: tuple[int, int] = (0, 0)
+    """From the first event to the end of the last."""
+
+    def window_of(self, step: int | None) -> tuple[int, int] | None:
+        """Of a step (None: of everything) on this rank's clock; None where it has none."""
+        rows = self.windows[self.marks.numbers == step] if step is not None else []
+        if len(rows):
+            return (int(rows[0, 0]), int(rows[0, 1])) if rows[0, 1] > rows[0, 0] else None
+        return self.whole if step is None and self.whole[1] > self.whole[0] else None
 
 
 def summarize(trace: RankTrace, facts: FileFacts | None = None) -> RankSummary:
@@ -77,6 +88,7 @@ def summarize(trace: RankTrace, facts: FileFacts | None = None) -> RankSummary:
         "groups": trace.groups,
         "group_descriptions": trace.group_descriptions,
         "marks": marks,
+        "whole": (int(events.start[0]), int(events.end.max())) if len(events) else (0, 0),
     }
     return (_gpu if gpu.any() else _cpu)(trace, marks, common)
 
@@ -241,6 +253,3 @@ def _step_windows(marks: Marks, start: Ints, end: Ints, launched: Ints) -> Ints:
         closes = int(from_here[hi]) if hi < len(when) else last
         windows[place] = opens, max(closes, opens)
     return windows
-
-
-

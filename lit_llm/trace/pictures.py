@@ -17,6 +17,8 @@ from lit_llm.trace.units import clean, percent, shorten
 
 LINE = 15
 """px that a line of text needs."""
+NARROW = 560
+"""px that a plot has at least, on a page of 800."""
 AXIS = 22
 """px for the figures of an axis."""
 
@@ -126,7 +128,8 @@ def heat_map(
     layout = _layout(len(rows), [row.marked for row in rows])
     height = layout.height * len(rows)
     width = 1 / max(len(columns), 1)
-    every = -(-len(columns) // 10)
+    longest = max((len(column) for column in columns), default=1)
+    every = -(-len(columns) // max(NARROW // (longest * 8 + 14), 1))
     roomy = layout.height >= 20 and len(columns) <= 8
     tips = len(rows) * len(columns) <= 6000
     out: list[Markup] = []
@@ -149,8 +152,13 @@ def heat_map(
             line = Markup('<line class="cut" x1="{0}%" x2="{0}%" y1="0" y2="{1}"/>')
             out.append(line.format(_p(place * width), _n(height)))
     for place in range(0, len(columns), every):
-        text = Markup('<text class="axis" x="{}%" y="{}" text-anchor="middle">{}</text>')
-        out.append(text.format(_p((place + 0.5) * width), _n(height + 15), columns[place]))
+        at, anchor = (place + 0.5) * width, "middle"
+        if at < 0.06:  # a narrow column at an edge: its label would stick out
+            at, anchor = at - width / 2, "start"
+        elif at > 0.94:
+            at, anchor = at + width / 2, "end"
+        text = Markup('<text class="axis" x="{}%" y="{}" text-anchor="{}">{}</text>')
+        out.append(text.format(_p(at), _n(height + 15), anchor, columns[place]))
     labels = _texts(layout, [(shorten(row.label, 10), "", row.marked) for row in rows], end=True)
     notes = _texts(layout, [(row.note, "", row.marked) for row in rows], end=False)
     widest = label_width + note_width + max(len(columns) * 130, 260)
@@ -239,7 +247,7 @@ def _picture(
 def _axis(ticks: Sequence[tuple[float, str]], top: float) -> Markup:
     out = []
     for number, (share, text) in enumerate(ticks):
-        anchor = "start" if number == 0 else "end" if share > 0.97 else "middle"
+        anchor = "start" if number == 0 else "end" if share > 0.93 else "middle"
         tag = Markup('<text class="axis" x="{}%" y="{}" text-anchor="{}">{}</text>')
         out.append(tag.format(_p(share), _n(top + 15), anchor, text))
     return Markup("").join(out)

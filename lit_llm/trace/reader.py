@@ -66,7 +66,7 @@ def _read(path: Path, chunk_bytes: int) -> RankTrace:
         problems.append(f"is cut short or damaged; {len(events):,} events were saved")
     elif len(events) == 0:
         problems.append("holds no events")
-    if chunks.closed or not chunks.found:
+    if chunks.closed:
         problems += told.problems
     if mended:
         problems.append(f"is not quite JSON in {mended:,} places, such as NaN or a bad escape; they were mended")

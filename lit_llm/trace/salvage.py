@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}]', re.DOTALL)
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}"]', re.DOTALL)  # a quotation mark alone: of a string without an end
 _NUMBER = re.compile(rb'((?<!\\)"\s*:\s*)[-+]?(?:nan|inf(?:inity)?)\b', re.IGNORECASE)
 _ESCAPE = re.compile(rb'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
 _LONGEST = 1 << 20
@@ -52,6 +52,8 @@ def object_end(data: bytes, start: int) -> int | None:
             depth -= 1
             if depth == 0:
                 return match.end()
+        elif token == b'"':
+            break
     return None
 
 
@@ -66,22 +68,24 @@ def split(data: bytes, sure: bool) -> tuple[list[bytes], bytes]:
         The objects, and the beginning of one that does not end here (empty if there is none).
     """
     objects: list[bytes] = []
-    depth = begin = end = 0
+    depth = begin = 0
     for match in _TOKEN.finditer(data):
-        end = match.end()
-        if data[match.start()] == 123:  # {
+        token = match[0]
+        if token == b"{":
             if depth == 0:
                 begin = match.start()
             depth += 1
-        elif data[match.start()] == 125 and depth:  # }
+        elif token == b"}" and depth:
             depth -= 1
             if depth == 0:
-                objects.append(data[begin:end])
+                objects.append(data[begin : match.end()])
+        elif token == b'"':
+            sure = True  # strings and the text between them have changed places
+            break
     if depth == 0:
         return objects, b""
     rest = data[begin:]
-    if sure or b'"' in data[end:] or len(rest) > _LONGEST:
-        # A brace is missing, or a quotation mark has no partner: strings and the text between them have changed places.
+    if sure or len(rest) > _LONGEST:
         return objects + resplit(rest), b""
     return objects, rest
 

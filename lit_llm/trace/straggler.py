@@ -43,6 +43,8 @@ class Finding:
     """Places of further ranks that delay about as much."""
     strong: bool
     """Well above the threshold, and in nearly all steps."""
+    waited_for: bool = True
+    """Whether the others' waits show it."""
 
 
 def threshold(ranks: Sequence[RankSummary], step_ns: float) -> float:
@@ -59,53 +61,81 @@ def step_length(ranks: Sequence[RankSummary]) -> int:
 
 def find_straggler(ranks: Sequence[RankSummary], lags: Lags) -> Finding | None:
     """The rank that is late in most steps by more than the threshold; None: no rank is."""
-    delay = lags.delay
-    usable = [row for row in range(len(lags.steps)) if (delay[row] >= 0).sum() >= 2]
+    usable = [row for row in range(len(lags.steps)) if (lags.delay[row] >= 0).sum() >= 2]
     if len(usable) < 2:
         return None
-    delay = delay[usable]
+    delay = lags.delay[usable]
     middle = np.array([np.median(column[column >= 0]) if (column >= 0).any() else -1 for column in delay.T])
     place = int(middle.argmax())
     step_ns = step_length(ranks)
     least = threshold(ranks, step_ns)
-    if middle[place] <= least:
+    found = None
+    if middle[place] > least:
+        alike = [
+            one for one in np.argsort(-middle, kind="stable").tolist() if middle[one] > max(least, middle[place] / 2)
+        ]
+        if len(alike) > max(1, len(ranks) // 3):  # no few against many: the ranks are of two kinds
+            alike = [place]
+        led = int(sum(row[place] >= 0 and row[place] >= row.max() / (2 if len(alike) > 1 else 1) for row in delay))
+        excess = excess_of(ranks, place, alike)
+        cause = _cause(ranks, place, alike, int(middle[place]), excess)
+        gpu, low = ranks[place].device == "gpu", np.sort(delay[:, place])[len(usable) // 4]
+        sure = gpu or cause == "data_loading"
+        if led >= LED * len(usable) and (sure or middle[place] > 2 * least):
+            # On a CPU a neighbour's load slows a rank for a while: that is no finding to act on.
+            factor = 1.2 if gpu and cause != "unknown" else 1.5 if cause == "data_loading" else 4.0
+            strong = bool(middle[place] > factor * least and low > (least if sure else 3 * least))
+            found = Finding(place, int(middle[place]), step_ns, led, len(usable), cause, excess, alike[1:], strong)
+    return found or _starved_rank(ranks, step_ns, len(usable))
+
+
+def _starved_rank(ranks: Sequence[RankSummary], step_ns: int, steps: int) -> Finding | None:
+    """A rank of a CPU run that waits for its data far longer than the others, even where their waits do not show it.
+
+    With more ranks than cores the others compute in the time that it leaves them, and nobody waits. On a GPU the host runs
+    ahead, so that such a wait may cost nothing.
+    """
+    if ranks[0].device == "gpu":
         return None
-    alike = [one for one in np.argsort(-middle, kind="stable").tolist() if middle[one] > max(least, middle[place] / 2)]
-    if len(alike) > max(1, len(ranks) // 3):  # no few against many: the ranks are of two kinds
-        alike = [place]
-    led = int(sum(row[place] >= 0 and row[place] >= row.max() / (2 if len(alike) > 1 else 1) for row in delay))
-    if led < LED * len(usable):
-        return None
-    excess = excess_of(ranks, place, alike)
-    cause = _cause(ranks, place, alike, int(middle[place]), excess)
-    low = np.sort(delay[:, place])[len(usable) // 4]  # most single steps must show it, not the median alone
-    factor = 1.2 if ranks[place].device == "gpu" and cause != "unknown" else 2.0  # a CPU's times are noisier
-    strong = bool(middle[place] > factor * least and low > least)
-    return Finding(place, int(middle[place]), step_ns, led, len(usable), cause, excess, alike[1:], strong)
+    for place in range(len(ranks)):
+        rows = excess_by_step(ranks, place, "data")
+        more = [value for value in rows if value > max(LEAST["cpu"], 2 * SHARE * step_ns)]
+        if len(rows) >= 2 and len(more) >= LED * len(rows):
+            excess = excess_of(ranks, place)
+            return Finding(
+                place, int(np.median(rows)), step_ns, len(more), len(rows), "data_loading", excess, [], False, False
+            )
+    return None
 
 
 def excess_of(
     ranks: Sequence[RankSummary], place: int, alike: Sequence[int] = (), step: int | None = None
 ) -> dict[str, int]:
     """By how much a rank's own times exceed the median of the others', ns a step: the median over steps, or of one step."""
+    found = {}
+    for what in ("data", "ops", "launch", "rest", "calls"):
+        values = excess_by_step(ranks, place, what, alike, step)
+        found[what] = int(np.median(values)) if values else 0
+    return found
+
+
+def excess_by_step(
+    ranks: Sequence[RankSummary], place: int, what: str, alike: Sequence[int] = (), step: int | None = None
+) -> list[float]:
+    """For each step (or one alone) that this rank has: its time less the median of the others', ns."""
     skipped = {place, *alike}
     others = [one for number, one in enumerate(ranks) if number not in skipped] or [
         one for number, one in enumerate(ranks) if number != place
     ]
-    found = {}
-    for what in ("data", "ops", "launch", "rest", "calls"):
-        mine = _middle(ranks[place], what, step)
-        theirs = [_middle(one, what, step) for one in others]
-        theirs = [value for value in theirs if value is not None]
-        found[what] = 0 if mine is None or not theirs else int(mine - np.median(theirs))
+    mine = ranks[place]
+    found = []
+    for number, value in zip(mine.marks.numbers.tolist(), mine.work[what].tolist(), strict=True):
+        if step is not None and number != step:
+            continue
+        theirs = [int(one.work[what][row]) for one in others for row in np.flatnonzero(one.marks.numbers == number)[:1]]
+        if theirs:
+            found.append(value - float(np.median(theirs)))
     return found
-
-
-def _middle(rank: RankSummary, what: str, step: int | None) -> float | None:
-    values = rank.work[what]
-    if step is not None:
-        values = values[rank.marks.numbers == step]
-    return float(np.median(values)) if len(values) else None
 
 
 def _cause(ranks: Sequence[RankSummary], place: int, alike: list[int], delay: int, excess: dict[str, int]) -> Cause:
@@ -147,7 +177,10 @@ def _kind_of_work(ranks: Sequence[RankSummary], place: int, alike: list[int], ex
 def slowdown(ranks: Sequence[RankSummary], place: int, alike: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
     """For each kernel that all ranks run: this rank's mean over the median of the others' means, and its share of time."""
     skipped = {place, *alike}
-    means = [dict(zip(one.table.names, (one.table.total / np.maximum(one.table.calls, 1)).tolist(), strict=True)) for one in ranks]
+    means = [
+        dict(zip(one.table.names, (one.table.total / np.maximum(one.table.calls, 1)).tolist(), strict=True))
+        for one in ranks
+    ]
     table = ranks[place].table
     ratios, weights = [], []
     for name, total in zip(table.names, table.total.tolist(), strict=True):

@@ -111,7 +111,9 @@ def top_kernels(ranks: Sequence[RankSummary]) -> list[Kernel]:
     for name in sorted(total, key=lambda one: -total[one])[:_KERNELS]:
         values = np.concatenate([kept for kept, _ in samples[name]])
         weights = np.concatenate([np.full(len(kept), weight) for kept, weight in samples[name]])
-        kernel = Kernel(name, calls[name], total[name], total[name] / calls[name], _quantile(values, weights, 0.95), 0.0)
+        kernel = Kernel(
+            name, calls[name], total[name], total[name] / calls[name], _quantile(values, weights, 0.95), 0.0
+        )
         kernel.share = total[name] / everything
         if len(means[name]) > 1:
             mean, place = max(means[name])

@@ -28,7 +28,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_on_files(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], processes: int | None = None) -> list[Any]:
+def run_on_files(
+    function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], processes: int | None = None
+) -> list[Any]:
     """``function(*job)`` for each job, whose first entry is a file; what it returns or the UserError that it raised.
 
     Args:
@@ -36,7 +38,9 @@ def run_on_files(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], 
         jobs: its arguments.
         processes: at most so many; None: one for each CPU, none for small files.
     """
-    size = sum(os.path.getsize(job[0]) * (8 if str(job[0]).endswith(".gz") else 1) for job in jobs if os.path.exists(job[0]))
+    size = sum(
+        os.path.getsize(job[0]) * (8 if str(job[0]).endswith(".gz") else 1) for job in jobs if os.path.exists(job[0])
+    )
     wanted = processes if processes is not None else (1 if size < _SMALL else cores())
     wanted = min(wanted, len(jobs))
     if wanted <= 1:
@@ -97,7 +101,9 @@ def _ask(process: subprocess.Popen[bytes], function: Callable[..., Any], job: tu
         _send(process.stdin, (function.__module__, function.__qualname__, job))
         result = _receive(process.stdout)
     except (BrokenPipeError, EOFError):
-        raise UserError(f"the process that read {job[0]} has died, perhaps for want of memory; try --processes 1") from None
+        raise UserError(
+            f"the process that read {job[0]} has died, perhaps for want of memory; try --processes 1"
+        ) from None
     if isinstance(result, Exception) and not isinstance(result, UserError):
         raise result
     return result

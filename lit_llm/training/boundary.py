@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,9 @@ from lit_llm.training.signals import SignalFlag
 from lit_llm.training.streams import begin_stream
 from lit_llm.training.window import StepWindow
 
-BAD = 128  # a rank's mark for a loss that is not finite, above all signal numbers
+# What a rank's mark says, in one number that float32 holds exactly:
+BAD = 128  # a loss that is not finite, above all signal numbers
+WISH = 256  # a wish of that rank's callbacks, such as a trace of the coming steps
 _ALL_RANKS = -1  # the stream between micro-batches
 
 
@@ -47,6 +50,11 @@ class StepBoundary(Callback):
         self.guard = Guard(config)
         self.norm: Tensor | None = None
         """Of the gradients of the step that is being taken, before clipping; None where nobody asks for it."""
+        self.wish = False
+        """Set by a callback of one rank, and cleared when it is sent: the listeners of all ranks then hear of it."""
+        self.listeners: list[Callable[[int], None]] = []
+        """Called with the step that carried a wish of any rank, on all ranks at the end of the same step: that one, or
+        on a GPU the next. Not called any more once training has ended."""
         self._signals = SignalFlag()
         self._peers = PeerWatch(config.peer_timeout)
         self._read = HostRead()
@@ -63,7 +71,7 @@ class StepBoundary(Callback):
         self._bad: Tensor | None = None  # whether a micro-batch of this step had a loss that is not finite
         self._seen_step = step
         self._micro_batch = -1
-        self._ending = False
+        self._ending = self.wish = False
         self.norm = None
 
     def attach(self, trainer: Any) -> None:
@@ -95,6 +103,7 @@ class StepBoundary(Callback):
         if trainer.lightning_module is not None:
             drop_gradients(trainer.lightning_module)
         self._hooks, self._trainer = [], None
+        self.listeners.clear()
         restore(trainer)
         trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, StepBoundary | StepEnd)]
 
@@ -164,8 +173,9 @@ class StepBoundary(Callback):
     def _agree(self, trainer: Trainer, sums: Tensor) -> Tensor:
         """One reduction over the ranks of ``sums``, and of what each rank has to report; gives the sums."""
         marks = sums.new_zeros(trainer.world_size)
-        marks[trainer.global_rank] = self._signals.number + (0 if self._bad is None else BAD * self._bad)
-        self._bad = None
+        told = self._signals.number + WISH * self.wish
+        marks[trainer.global_rank] = told + (0 if self._bad is None else BAD * self._bad)
+        self._bad, self.wish = None, False
         parts = torch.cat([sums, marks])
         if trainer.world_size > 1 and dist.is_initialized():
             # Not through the strategy, which puts a barrier before each reduction.
@@ -238,13 +248,14 @@ class StepBoundary(Callback):
     def _act(self, trainer: Trainer, last: bool = False) -> None:
         while (taken := self._read.take(wait=last)) is not None:
             values, step = taken
-            marks, verdict = [int(mark) for mark in values[: trainer.world_size]], values[trainer.world_size :]
+            marks = [_Mark.of(int(mark)) for mark in values[: trainer.world_size]]
+            verdict = values[trainer.world_size :]
             batches = self._batches.pop(0) if len(self._batches) > 1 else []
             why = None
             if verdict and verdict[0]:
-                bad = [rank for rank, mark in enumerate(marks) if mark >= BAD]
+                bad = [rank for rank, mark in enumerate(marks) if mark.bad]
                 why = self._incidents.report(trainer, Incident(step + 1, bad, *verdict), batches)
-            signals = [(rank, mark % BAD) for rank, mark in enumerate(marks) if mark % BAD]
+            signals = [(rank, mark.signal) for rank, mark in enumerate(marks) if mark.signal]
             if why is not None or signals:
                 self._ending = True
                 self._read.clear()
@@ -252,6 +263,9 @@ class StepBoundary(Callback):
                 end_by_failure(trainer, why, ended=last)
             if signals:
                 end_by_signal(trainer, *signals[0], ended=last)
+            if any(mark.wish for mark in marks) and not last:
+                for listener in self.listeners:
+                    listener(step)
 
 
 class StepEnd(Callback):
@@ -269,6 +283,18 @@ class StepEnd(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the run, whose final state is saved by now."""
         self.boundary.finish(trainer, pl_module)
+
+
+class _Mark(NamedTuple):
+    """What a rank reported at a step."""
+
+    signal: int
+    bad: bool
+    wish: bool
+
+    @classmethod
+    def of(cls, number: int) -> _Mark:
+        return cls(number % BAD, bool(number // BAD % 2), number >= WISH)
 
 
 def data_rank(trainer: Any) -> int:

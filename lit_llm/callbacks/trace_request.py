@@ -1,0 +1,68 @@
+"""Asking a run that goes on for a trace: a file in its folder, or a signal to any of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from lit_llm.callbacks.trace_files import FOLDER
+from lit_llm.training.signals import requeue_signals
+
+SENTINEL = "capture"
+_NUMBER: int | None = getattr(signal, "SIGUSR2", None)
+
+
+class Request:
+    """Notices that somebody asks for a trace: ``touch traces/capture`` in the run's folder, or SIGUSR2.
+
+    The file is looked for by rank 0 and removed when the request is taken. The signal is listened to where nobody
+    else does (its default would end the process), and only by the main thread.
+
+    Args:
+        trainer: of the run.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.path = os.path.join(trainer.default_root_dir, FOLDER, SENTINEL)
+        self._looks = trainer.is_global_zero
+        self._signalled = self._told = False
+        self._listens = False
+        main = threading.current_thread() is threading.main_thread()
+        if _NUMBER is not None and main and signal.getsignal(_NUMBER) == signal.SIG_DFL:
+            if _NUMBER in requeue_signals(trainer):
+                return
+            signal.signal(_NUMBER, self._on_signal)
+            self._listens = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def is_new(self) -> bool:
+        """Whether there is a request that was not yet told of; asks the file system once, on rank 0."""
+        if self._signalled:
+            self._signalled = False
+        elif self._told or not self._looks or not os.path.exists(self.path):
+            return False
+        self._told = True
+        return True
+
+    def take(self) -> None:
+        """Ends the request, of whatever rank."""
+        self._told = False
+        if self._looks:
+            try:
+                os.unlink(self.path)
+            except FileNotFoundError:
+                pass
+            except OSError:  # it can't be removed: a second look would find it again
+                self._looks = False
+
+    def close(self) -> None:
+        """Leaves the signal as it was."""
+        if self._listens and _NUMBER is not None:
+            if signal.getsignal(_NUMBER) == self._on_signal:
+                signal.signal(_NUMBER, signal.SIG_DFL)
+            self._listens = False

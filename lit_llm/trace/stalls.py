@@ -1,0 +1,94 @@
+"""Steps in which one rank, or the run as a whole, stood still once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lit_llm.trace.lags import Lags
+from lit_llm.trace.per_rank import RankSummary
+from lit_llm.trace.results import Verdict
+from lit_llm.trace.straggler import LEAST, Finding, excess_of, step_length
+from lit_llm.trace.text import hosts_of, ms
+
+STALL = 0.2
+"""Of a step, from which on a single delay is a stall."""
+LONG = 1.5
+"""Times the usual step, from which on a step of all ranks is one."""
+LEAST_COMMON = 20_000_000
+"""ns beyond the usual that such a step must take."""
+
+_PARTS = {"data": "fetching its data", "ops": "computing", "launch": "launching", "rest": "in code that is not traced"}
+
+
+def find_stalls(ranks: Sequence[RankSummary], lags: Lags, finding: Finding | None) -> list[Verdict]:
+    """A verdict for each stall; not for what the straggler ``finding`` does in every step."""
+    chronic = {finding.place, *finding.others} if finding is not None else set()
+    step_ns, told, found = step_length(ranks), set(), []
+    for row, step in enumerate(lags.steps) if len(lags.steps) >= 2 and len(ranks) >= 2 else ():
+        delays = np.array([-1 if place in chronic else value for place, value in enumerate(lags.delay[row])])
+        place = int(delays.argmax())
+        others = np.delete(lags.delay[:, place], row)
+        usual = float(np.median(others[others >= 0])) if (others >= 0).any() else 0.0
+        if delays[place] - usual > max(STALL * step_ns, 2 * LEAST[ranks[0].device]):
+            told.add(step)
+            found.append(_verdict(ranks, step, place, int(delays[place]), excess_of(ranks, place, step=step), step_ns))
+    return found + _common(ranks, told, step_ns)
+
+
+def _common(ranks: Sequence[RankSummary], told: set[int], step_ns: int) -> list[Verdict]:
+    """Steps that took all ranks much longer than the others did."""
+    lengths: dict[int, list[int]] = {}
+    for one in ranks:
+        for number, (start, end) in zip(one.marks.numbers.tolist(), one.windows.tolist(), strict=True):
+            lengths.setdefault(number, []).append(end - start)
+    steps = sorted(lengths)
+    if ranks[0].device == "gpu":
+        steps = steps[:-1]  # its window reaches to the end of all work, whatever that is
+    if len(steps) < 3:
+        return []
+    middle = {step: float(np.median(lengths[step])) for step in steps}
+    found = []
+    for step in steps:
+        usual = float(np.median([middle[one] for one in steps if one != step]))
+        if step in told or middle[step] < LONG * usual or middle[step] - usual < LEAST_COMMON:
+            continue
+        more = {}
+        for what in _PARTS:
+            now = np.median([_of_step(one, what, step) for one in ranks])
+            more[what] = int(now - np.median([_of_step(one, what, n) for one in ranks for n in steps if n != step]))
+        found.append(_verdict(ranks, step, None, int(middle[step] - usual), more, step_ns))
+    return found
+
+
+def _verdict(
+    ranks: Sequence[RankSummary], step: int, place: int | None, delay: int, excess: dict[str, int], step_ns: int
+) -> Verdict:
+    what = max(_PARTS, key=lambda key: excess.get(key, 0))
+    clear = excess.get(what, 0) > 0.4 * delay
+    who, numbers = "every rank", []
+    if place is not None:
+        one = ranks[place]
+        assert one.rank is not None
+        who, numbers = f"rank {one.rank}{hosts_of([one])}", [one.rank]
+    doing = f", {_PARTS[what]}" if clear else ""
+    message = f"Step {step} stood still for {ms(delay)}: {who} was late{doing}; other steps were not"
+    evidence = "no part that the trace shows was longer"
+    if clear:
+        evidence = f"{ms(excess[what])} more {_PARTS[what]} than usual"
+    again = "record more windows to see whether it repeats."
+    if what == "data" and clear:
+        again = "if it repeats, raise data.num_workers."
+    advice = f"A single stall: see what happened then (checkpoint, evaluation, garbage collection, storage); {again}"
+    found = Verdict("one_off_stall", "warning", numbers, message, evidence, advice, steps=[step])
+    found.confidence = "medium" if clear else "low"
+    # On a CPU whose cores others use as well single steps are late all the time.
+    if ranks[0].device == "cpu" and (not clear or what != "data" or delay < 0.5 * step_ns):
+        found.severity = "info"
+    return found
+
+
+def _of_step(one: RankSummary, what: str, step: int) -> int:
+    values = one.work[what][one.marks.numbers == step]
+    return int(values[0]) if len(values) else 0

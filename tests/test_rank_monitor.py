@@ -1,0 +1,382 @@
+"""The live monitor names the rank that is late, and why, and nobody where all are equal."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import Logger
+from torch.utils.data import DataLoader
+
+from lit_llm import LitLLM
+from lit_llm.callbacks import RankMonitor, monitor
+from lit_llm.errors import UserError
+from lit_llm.model import Transformer
+from lit_llm.parallel import MeshStrategy
+from tests.distributed import run_ranks
+from tests.test_step import SEQ, VOCAB, micro_batches
+from tests.training import MODEL
+
+SLEEP = 0.06
+EVERY, STEPS = 4, 8
+
+
+class Kept(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    name = version = "kept"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if any(key.startswith("monitor/") for key in metrics):
+            self.rows.append((step or 0, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Loader:
+    """Batches that take their time."""
+
+    def __init__(self, batches: list[Any], sleep: float) -> None:
+        self.batches, self.sleep = batches, sleep
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        for batch in self.batches:
+            time.sleep(self.sleep)
+            yield batch
+
+
+class Lit(LitLLM):
+    """A block whose MLP takes its time."""
+
+    def __init__(self, sleep: float = 0.0, **options: Any) -> None:
+        super().__init__(config=MODEL, vocab_size=VOCAB, seq_len=SEQ, seed=3, **options)
+        self.sleep = sleep
+        self.slept = 0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.sleep:
+            mlp: Any = self.transformer.layers[0].mlp
+            mlp.register_forward_pre_hook(self._wait)
+
+    @torch.compiler.disable
+    def _wait(self, *_: Any) -> None:
+        self.slept += 1
+        time.sleep(self.sleep)
+
+
+class Installed(Callback):
+    """The steps in whose forward something is installed at the model."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, list[str]] = {}
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.steps[trainer.global_step] = things(module)
+
+
+def things(module: Any) -> list[str]:
+    """What a monitor can have put there: stand-ins and hooks."""
+    layers = module.transformer.layers
+    found = [f"call {i}" for i, block in enumerate(layers) if "timed" in str(block.__dict__.get("_compiled_call_impl"))]
+    for part in module.modules():
+        if hasattr(part, "_get_fsdp_state"):
+            found += ["wait" for g in part._get_fsdp_state()._fsdp_param_groups for n in vars(g) if n == "unshard"]
+    return found
+
+
+def fit(
+    folder: str,
+    strategy: Any,
+    *,
+    data: float = 0.0,
+    forward: float = 0.0,
+    monitored: RankMonitor | None = None,
+    steps: int = STEPS,
+    accumulate: int = 1,
+    validate: bool = False,
+    others: tuple[Callback, ...] = (),
+    **options: Any,
+) -> tuple[Lit, Kept, list[str]]:
+    """Trains; gives the module, what was logged and what was told."""
+    torch._dynamo.reset()  # a block compiled for an earlier run would know nothing of this one's hooks
+    said: list[str] = []
+    monitor.rank_zero_warn = monitor.rank_zero_info = lambda text: said.append(text)  # type: ignore[assignment]
+    kept = Kept()
+    batches = micro_batches(steps * accumulate)
+    loader: Any = Loader(batches, data)
+    lit = Lit(forward, **options)
+    trainer = L.Trainer(
+        default_root_dir=folder, accelerator="cpu", strategy=strategy, max_steps=steps, logger=kept,
+        callbacks=[*([monitored] if monitored else []), *others], enable_checkpointing=False, barebones=False,
+        devices=2, accumulate_grad_batches=accumulate,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        num_sanity_val_steps=0, val_check_interval=3 if validate else None, check_val_every_n_epoch=None,
+        limit_val_batches=2 if validate else 0,
+    )  # fmt: skip
+    held_out = DataLoader(batches, batch_size=None) if validate else None
+    trainer.fit(lit, loader, held_out)
+    return lit, kept, said
+
+
+def in_ranks(rank: int, folder: str) -> dict[str, Any]:
+    """All cases, in one start of the processes."""
+    Transformer.compile_blocks = lambda self: [b.compile(backend="eager") for b in self.layers]  # type: ignore
+    slow = SLEEP * (rank == 1)
+    found: dict[str, Any] = {}
+
+    def case(name: str, strategy: Any, **options: Any) -> Lit:
+        lit, kept, said = fit(folder, strategy, monitored=RankMonitor(EVERY, min_ms=30), **options)
+        found[name] = {"rows": kept.rows, "said": said, "slept": lit.slept, "left": things(lit)}
+        return lit
+
+    case("ddp, data", "ddp", data=slow)
+    case("ddp, forward", "ddp", forward=slow, accumulate=2, activation_checkpointing="full")
+    case("mesh, data", MeshStrategy(shard=2), data=slow, validate=True)
+    case("mesh, forward, compiled", MeshStrategy(shard=2, prefetch=0), forward=slow, compile=True)
+    case("ddp, equal", "ddp", data=SLEEP / 2, forward=SLEEP / 2)
+    case("mesh, equal", MeshStrategy(shard=2), data=SLEEP / 2, forward=SLEEP / 2, compile=True)
+    steps = Installed()
+    fit(folder, MeshStrategy(shard=2), monitored=RankMonitor(7), others=(steps,), steps=14)
+    found["installed"] = {step: len(there) for step, there in steps.steps.items()}
+    counts = []
+    for monitored in (None, RankMonitor(EVERY)):
+        with counted() as counter:
+            fit(folder, "ddp", monitored=monitored)
+        counts.append(counter)
+    counts[1].subtract(counts[0])
+    found["collectives"] = {name: number for name, number in counts[1].items() if number}
+    return found
+
+
+class counted:
+    """Counts the collectives that are asked for in Python."""
+
+    NAMES = (
+        *("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier"),
+        *(
+            "broadcast",
+            "broadcast_object_list",
+            "gather",
+            "gather_object",
+            "reduce",
+            "reduce_scatter_tensor",
+            "scatter",
+        ),
+    )
+
+    def __enter__(self) -> Counter[str]:
+        counter: Counter[str] = Counter()
+        self.before = {name: getattr(dist, name) for name in self.NAMES}
+        for name, call in self.before.items():
+
+            def counting(*args: Any, _name: str = name, _call: Any = call, **kwargs: Any) -> Any:
+                counter[_name] += 1
+                return _call(*args, **kwargs)
+
+            setattr(dist, name, counting)
+        return counter
+
+    def __exit__(self, *_: Any) -> None:
+        for name, call in self.before.items():
+            setattr(dist, name, call)
+
+
+def ranks_worker(folder: str) -> dict[str, Any]:
+    return in_ranks(int(os.environ["RANK"]), folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("monitor"))
+    return run_ranks("tests.test_rank_monitor:ranks_worker", 2, folder=folder, timeout=150)
+
+
+@pytest.mark.parametrize("name", ["ddp, data", "mesh, data"])
+def test_slow_data_is_named(found: list[dict[str, Any]], name: str) -> None:
+    said = found[0][name]["said"]
+    assert len(said) == 1
+    assert said[0].startswith("step 8: rank 1 (")
+    waits, median = re.findall(r"\) waits (\d+) ms a step for data; the median rank (\d+) ms$", said[0])[0]
+    assert int(waits) >= 60
+    assert int(median) < 20
+    rows = found[0][name]["rows"]
+    assert [step for step, _ in rows] == [4, 8]
+    assert all(60 <= row["monitor/data_wait_ms_max"] < 120 for _, row in rows)
+    assert ["monitor/slowest_rank" in row for _, row in rows] == [False, True]
+    assert all(row["monitor/step_ms"] > 60 for _, row in rows)
+    assert found[1][name]["said"] == found[1][name]["rows"] == []  # rank 0 speaks for all
+
+
+@pytest.mark.parametrize(("name", "micro_batches"), [("ddp, forward", 2), ("mesh, forward, compiled", 1)])
+def test_slow_compute_is_named(found: list[dict[str, Any]], name: str, micro_batches: int) -> None:
+    said = found[0][name]["said"]
+    assert len(said) == 1
+    assert said[0].startswith("step 8: rank 1 (")
+    assert "ms a step in its forward" in said[0]
+    for _, row in found[0][name]["rows"]:
+        assert 60 * micro_batches <= row["monitor/compute_ms_max"] < 100 * micro_batches
+        assert row["monitor/compute_ms_median"] < 50  # the other rank waits, and that is no work
+    again = 2 if name == "ddp, forward" else 1  # what is computed again in backward sleeps as well, and does not count
+    assert found[1][name]["slept"] == STEPS * micro_batches * again
+
+
+@pytest.mark.parametrize("name", ["ddp, equal", "mesh, equal"])
+def test_equal_ranks_are_not_named(found: list[dict[str, Any]], name: str) -> None:
+    assert [rank[name]["slept"] for rank in found] == [STEPS, STEPS]
+    assert found[0][name]["said"] == []
+    for _, row in found[0][name]["rows"]:
+        assert row["monitor/data_wait_ms_max"] >= 30
+        assert row["monitor/compute_ms_median"] >= 30
+        assert "monitor/slowest_rank" not in row
+
+
+def test_nothing_is_installed_outside_of_the_measured_steps(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        installed = {int(step): number for step, number in rank["installed"].items()}
+        assert sorted(installed) == list(range(14))
+        assert {step for step, number in installed.items() if number} == {*range(2, 7), *range(9, 14)}
+        assert set(installed.values()) == {0, 2 + 3}  # two blocks' calls, and the groups of both and of the root
+        assert all(rank[name]["left"] == [] for name in rank if isinstance(rank[name], dict) and "left" in rank[name])
+
+
+def test_one_collective_a_comparison(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["collectives"] == {"all_gather_into_tensor": STEPS // EVERY, "all_gather_object": 1}
+
+
+def judged(*comparisons: list[list[float]], hosts: list[str] | None = None, **options: Any) -> Any:
+    """What is said and logged of tables (ranks, (step, data, compute))."""
+    one = RankMonitor(10, **options)
+    said: list[str] = []
+    logger = Kept()
+    trainer: Any = SimpleNamespace(is_global_zero=True, loggers=[logger])
+    one._hosts = hosts or [f"node-{rank // 2}" for rank in range(len(comparisons[0]))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitor, "rank_zero_warn", said.append)
+        patch.setattr(monitor, "rank_zero_info", lambda text: said.append(f"info {text}"))
+        for number, rows in enumerate(comparisons, 1):
+            one._compare(trainer, [value for row in rows for value in row], 10 * number)
+    return said, [row for _, row in logger.rows]
+
+
+EVEN = [[100.0, 1.0, 30.0]] * 6
+
+
+def with_rank(rank: int, data: float = 1.0, compute: float = 30.0) -> list[list[float]]:
+    return [[100.0, data, compute] if r == rank else row for r, row in enumerate(EVEN)]
+
+
+def test_a_rank_is_named_at_its_second_time_and_once() -> None:
+    late = with_rank(5, data=61.2)
+    said, rows = judged(EVEN, late, late, late, EVEN, late, late)
+    assert said == [
+        "step 30: rank 5 (node-2) waits 61 ms a step for data; the median rank 1 ms",
+        "info step 50: no rank stands out by its data any more",
+        "step 70: rank 5 (node-2) waits 61 ms a step for data; the median rank 1 ms",
+    ]
+    assert [row.get("monitor/slowest_rank") for row in rows] == [None, None, 5, 5, None, None, 5]
+    assert rows[2] == {
+        "monitor/step_ms": 100.0, "monitor/data_wait_ms_max": 61.2, "monitor/compute_ms_max": 30.0,
+        "monitor/compute_ms_median": 30.0, "monitor/slowest_rank": 5,
+    }  # fmt: skip
+
+
+def test_who_is_late_by_turns_is_not_named() -> None:
+    said, rows = judged(with_rank(1, data=60), with_rank(2, data=60), with_rank(1, compute=90), with_rank(1, data=60))
+    assert said == []
+    assert not any("monitor/slowest_rank" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("compute", "options", "named"),
+    [(34.9, {}, False), (35.1, {}, True), (35.1, {"min_ms": 6.0}, False), (35.1, {"threshold": 0.06}, False)],
+)
+def test_the_limit_is_the_larger_of_the_two(compute: float, options: dict[str, float], named: bool) -> None:
+    said, _ = judged(*[with_rank(3, compute=compute)] * 2, **options)
+    assert [text.split(";")[0] for text in said] == [
+        "step 20: rank 3 (node-1) computes 35 ms a step in its forward"
+    ] * named
+
+
+def test_a_host_all_of_whose_ranks_are_slow() -> None:
+    late = [[100.0, 1.0, 60.0 + r if r in (2, 3) else 30.0] for r in range(6)]
+    said, _ = judged(late, late)
+    assert said[0].endswith("the median rank 30 ms; all 2 ranks of node-1 stand out")
+    assert said[0].startswith("step 20: rank 3 (node-1)")
+
+
+def test_what_could_not_be_measured_is_left_out() -> None:
+    unknown = [[100.0, 1.0, math.nan] for _ in range(6)]
+    said, rows = judged(unknown, unknown)
+    assert said == []
+    assert rows[0] == {"monitor/step_ms": 100.0, "monitor/data_wait_ms_max": 1.0}
+    some = [[100.0, math.nan, math.nan if r == 0 else 90.0 if r == 1 else 30.0] for r in range(6)]
+    said, rows = judged(some, some)
+    assert len(said) == 1
+    assert "rank 1 (node-0) computes 90 ms" in said[0]
+    assert "monitor/data_wait_ms_max" not in rows[0]
+
+
+class Plain(L.LightningModule):
+    """No Transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.02)
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_one_process_and_any_module(tmp_path: Path) -> None:
+    kept = Kept()
+    trainer = L.Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", max_steps=6, logger=kept, callbacks=[RankMonitor(3)],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Plain(), DataLoader(torch.zeros(8, 4)))
+    assert [step for step, _ in kept.rows] == [3, 6]
+    for _, row in kept.rows:
+        assert 20 <= row["monitor/compute_ms_max"] <= row["monitor/step_ms"]
+        assert row["monitor/data_wait_ms_max"] < row["monitor/step_ms"] - 20
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1; got 0"),
+        ({"threshold": -0.1}, "threshold must be a share of a step, such as 0.05; got -0.1"),
+        ({"min_ms": math.nan}, "min_ms must be at least 0 milliseconds; got nan"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError) as error:
+        RankMonitor(**options)
+    assert str(error.value) == f"rank_monitor.{text}"
