@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lit_llm.callbacks.memory_snapshot import MemorySnapshot
 from lit_llm.callbacks.trace_marks import StepMarks
 from lit_llm.callbacks.trace_window import Ranks
 from lit_llm.errors import UserError
+from tests.distributed import ROOT
 from tests.test_step import SEQ, VOCAB
 from tests.trace_ranks import SMALL, At, annotations, both, capture, files, fit, lies_in, names, read, steps_of
 
@@ -382,6 +384,26 @@ def test_processes_that_lightning_starts(tmp_path: Path) -> None:
     for strategy in ("ddp_spawn", "ddp_fork"):
         fit(tmp_path / strategy, capture(), strategy=strategy, devices=2, steps=3)
         assert files(tmp_path / strategy) == both("step-000001", [1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_first_process_lets_the_others_write(tmp_path: Path, store: str, strategy: str) -> None:
+    words = ["fit", f"--data.store={store}", "--data.seq_len=16", "--data.global_batch_size=4"]
+    words += [
+        "--model.config.hidden_size=32",
+        "--model.config.num_hidden_layers=2",
+        "--model.config.num_attention_heads=2",
+    ]
+    words += [f"--trainer.strategy={strategy}", "--trainer.devices=2", "--trainer.accelerator=cpu"]
+    words += ["--trainer.max_steps=500", f"--trainer.default_root_dir={tmp_path}"]
+    words += ["--trainer.callbacks+=tests.trace_ranks.TermAt", "--trainer.callbacks.step=40"]
+    words += ["--trainer.callbacks+=lit_llm.callbacks.TraceCapture", "--trainer.callbacks.start=0"]
+    words += ["--trainer.callbacks.active=400"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "lit_llm", *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path) == both("step-000001", list(range(1, 41)))
 
 
 @pytest.mark.gpu

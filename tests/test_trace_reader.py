@@ -377,6 +377,8 @@ BAD = {
     "dur": ('{"ph":"X","name":"bad","ts":5,"dur":null}', False),
     "ts": ('{"ph":"X","name":"bad","ts":"5","dur":1}', False),
     "no ts": ('{"ph":"X","name":"bad","dur":1}', False),
+    "digits": ('{"ph":"X","name":"bad","ts":' + "1" * 5000 + ',"dur":1}', False),
+    "deep": ('{"ph":"X","name":"bad","ts":1,"args":' + "[" * 20000 + "]" * 20000 + "}", False),
     "range": ('{"ph":"X","name":"bad","ts":1e400,"dur":1}', False),
     "late": ('{"ph":"X","name":"bad","ts":99999999999999999999999,"dur":1}', False),
     "number": ("17", False),
@@ -463,6 +465,33 @@ def test_cut_anywhere(tmp_path: Path, how: str) -> None:
             assert found.truncated or len(found.events) == sum(want.values()) or how == "bare"
             assert not any("ill-formed events" in problem for problem in found.problems)
     assert max(early, default=0) < 700
+
+
+def test_damage_of_any_kind_is_told_or_saved(tmp_path: Path) -> None:
+    """Bytes changed, left out, doubled and put in: a trace comes back, or one line that there is none."""
+    draw = random.Random(8)
+    saved = 0
+    for _ in range(200):
+        text, _ = layout(made_up(draw.randrange(1 << 30), 60, draw.choice(["ns", "us", "wall"])), "indented")
+        data = bytearray(text.encode())
+        packed = draw.random() < 0.3
+        if packed and draw.random() < 0.7:
+            data = bytearray(gzip.compress(bytes(data), 1))
+        for _ in range(draw.choice([1, 3, 20])):
+            at = draw.randrange(len(data))
+            change = draw.choice(
+                [b"", bytes([draw.randrange(256)]), b'"', b"{", b"}", b"]", b"\\", b"0", data[at : at + 9]]
+            )
+            data[at : at + draw.choice([0, 1, 9])] = change
+        name = "a.json.gz" if packed else "a.json"
+        try:
+            found = load(tmp_path, bytes(data), name, chunk_bytes=draw.choice([300, 2000, 1 << 20]))
+        except UserError:
+            continue
+        assert all(len(column) == len(found.events) for column in vars(found.events).values())
+        assert (np.diff(found.events.start) >= 0).all()
+        saved += len(found.events) > 0
+    assert saved > 120
 
 
 def test_what_stands_around_the_events_may_be_broken(tmp_path: Path) -> None:

@@ -183,7 +183,6 @@ def _gpu_rank(rank: int, steps: int, slowness: float, rng: random.Random) -> Ran
         split=whole,
         launch_ahead=12 * MS,
         kernels=41_000,
-        busiest_host_op="aten::copy_",
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -46,9 +45,9 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.json.gz"
 
 
-def is_rank_file(name: str) -> bool:
-    """Whether it is the name of a rank's trace."""
-    return re.fullmatch(r"rank-\d{5,}\.json\.gz", name) is not None
+def is_being_written(folder: Path) -> bool:
+    """Whether there is a trace that has not got its name yet."""
+    return any(folder.glob(".rank-*"))
 
 
 def room_problem(folder: Path) -> str | None:
@@ -67,17 +66,19 @@ class Packing(threading.Thread):
         packed: the file to make.
         max_bytes: of the packed file, roughly: from :data:`RAW_PER_PACKED` times as much JSON on, the last steps are
             left out (:mod:`lit_llm.callbacks.trace_cut`).
+        hurry: whether somebody waits for it; else it leaves the processor to others.
     """
 
-    def __init__(self, raw: Path, packed: Path, max_bytes: int) -> None:
+    def __init__(self, raw: Path, packed: Path, max_bytes: int, hurry: bool = False) -> None:
         super().__init__(name=f"pack-{packed.name}")
-        self.raw, self.packed, self.max_bytes = raw, packed, max_bytes
+        self.raw, self.packed, self.max_bytes, self.hurry = raw, packed, max_bytes, hurry
         self.problem: str | None = None
         """Why there is no file, or not all of it, once it has ended."""
 
     def run(self) -> None:
         """Packs."""
-        _be_nice()
+        if not self.hurry:
+            _be_nice()
         partial = self.packed.with_name(f".{self.packed.name}.partial")
         try:
             limit = int(RAW_PER_PACKED * self.max_bytes)
@@ -135,4 +136,4 @@ def _be_nice() -> None:
     """Gives this thread's turn to others; elsewhere than on Linux it can't be told from its process."""
     if sys.platform == "linux":
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -89,8 +89,12 @@ class Recording:
         with suppress(RuntimeError):  # then they are in
             self._profiler.toggle_collection_dynamic(not paused, _PAUSED)
 
-    def stop(self) -> Packing | None:
-        """Ends it, writes what was recorded, and begins to pack it; None, with a line, where there is nothing."""
+    def stop(self, hurry: bool = False) -> Packing | None:
+        """Ends it, writes what was recorded, and begins to pack it; None, with a line, where there is nothing.
+
+        Args:
+            hurry: whether somebody waits for the packing.
+        """
         self._marks.remove()
         try:
             if not self._runs:
@@ -102,12 +106,12 @@ class Recording:
             note = {**self._facts, "first_step": self.steps[0] if self.steps else None, "steps": len(self.steps)}
             self._profiler.add_metadata_json("lit_llm", json.dumps(note))
             self._profiler.stop_trace()
-            return self._write() if self.steps else None
+            return self._write(hurry) if self.steps else None
         except Exception as error:
             _log.warning("%s/%s: no trace was written: %s", self.folder, file_name(self._rank), _line(error))
             return None
 
-    def _write(self) -> Packing | None:
+    def _write(self, hurry: bool) -> Packing | None:
         self.folder.mkdir(parents=True, exist_ok=True)
         packed = self.folder / file_name(self._rank)
         if (problem := room_problem(self.folder)) is not None:
@@ -121,7 +125,7 @@ class Recording:
         if not is_whole(raw):
             raw.unlink(missing_ok=True)
             raise OSError("the profiler could not write it; is the disk full?")
-        packing = Packing(raw, packed, self._max_bytes)
+        packing = Packing(raw, packed, self._max_bytes, hurry)
         packing.start()
         return packing
 

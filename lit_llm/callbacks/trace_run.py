@@ -13,12 +13,16 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_llm.callbacks.memory_snapshot import MemorySnapshot
-from lit_llm.callbacks.trace_files import FOLDER, Packing, claim, window_names
+from lit_llm.callbacks.trace_files import FOLDER, Packing, claim, file_name, is_being_written, window_names
 from lit_llm.callbacks.trace_recording import Recording
 from lit_llm.callbacks.trace_report import Reading, figures, lines
 from lit_llm.callbacks.trace_request import Request
 from lit_llm.callbacks.trace_window import Ranks, Schedule, Window
+from lit_llm.errors import RunStopped
 from lit_llm.training.boundary import StepBoundary
+
+_WRITING_S = 20.0  # wait for the other ranks of this machine to write, at the most
+_TOGETHER_S, _APART_S = 5.0, 1.0  # wait for them to begin with it
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class CaptureRun:
         self.plan: Iterator[Window] = settings.schedule.windows(self.begin)
         self.next = next(self.plan, None)
         self.window: Window | None = None
+        self.folder: Path | None = None  # of the latest window
         self.recording: Recording | None = None
         self.opened = self.captured = 0
         self.packings: list[Packing] = []
@@ -95,7 +100,7 @@ class CaptureRun:
             return
         self.opened += 1
         self.window = window
-        folder = Path(self.trainer.default_root_dir, FOLDER, claim(self.taken, window.first))
+        self.folder = folder = Path(self.trainer.default_root_dir, FOLDER, claim(self.taken, window.first))
         if self.trainer.global_rank not in self.ranks:
             return
         recording = Recording(
@@ -131,20 +136,20 @@ class CaptureRun:
         self._close()
         self.consider()
 
-    def _close(self) -> None:
+    def _close(self, at_end: bool = False, failed: bool = False) -> None:
         window, self.window = self.window, None
         recording, self.recording = self.recording, None
         if window is not None and self.trainer.global_step > window.first:
             self.captured += 1
         if recording is None:
             return
-        packing = recording.stop()
+        packing = recording.stop(hurry=at_end)
         if packing is None:
             return
         self.packings = [one for one in self.packings if one.is_alive()] + [packing]
         steps = recording.steps
         rank_zero_info(f"trace: steps {steps[0]} to {steps[-1]} go to {recording.folder}")
-        if self.settings.analyze and self.trainer.is_global_zero:
+        if self.settings.analyze and self.trainer.is_global_zero and not failed:
             before = self.readings[-1] if self.readings else None
             self.readings.append(Reading(recording.folder, self.ranks, packing, steps, before))
             self.readings[-1].start()
@@ -179,7 +184,7 @@ class CaptureRun:
     def end(self) -> None:
         """Training has ended."""
         open_window = self.window
-        self._close()
+        self._close(at_end=True)
         if self.captured or self.settings.schedule.start is None:
             return
         first = open_window or next(self.settings.schedule.windows(self.begin))
@@ -190,7 +195,7 @@ class CaptureRun:
 
     def finish(self, seconds: float) -> None:
         """Waits for what goes on in the background; for the reading of traces that long at most."""
-        self._close()
+        self._close(at_end=True)
         for packing in self.packings:
             packing.join()
         if seconds and any(reading.is_alive() for reading in self.readings):
@@ -203,12 +208,32 @@ class CaptureRun:
     def fail(self, exception: BaseException) -> None:
         """The run ends by an exception, which must be told of and not another one."""
         try:
-            self._close()
+            self._close(at_end=True, failed=True)
             if self.memory is not None:
                 self.memory.on_exception(exception)
             self.finish(0.0)
+            if self.trainer.local_rank == 0:
+                self._wait_for_this_machine(isinstance(exception, SystemExit | KeyboardInterrupt | RunStopped))
         except Exception as error:
             rank_zero_warn(f"TraceCapture: {error}")
+
+    def _wait_for_this_machine(self, together: bool) -> None:
+        """The first process is about to end the others of its machine, which may still be writing.
+
+        Args:
+            together: whether all ranks end at this step.
+        """
+        if self.folder is None:
+            return
+        trainer = self.trainer
+        first = trainer.node_rank * trainer.num_devices
+        files = [self.folder / file_name(one) for one in self.ranks if first <= one < first + trainer.num_devices]
+        now = time.monotonic()
+        give_up, quiet = now + _WRITING_S, now + (_TOGETHER_S if together else _APART_S)
+        while not all(file.exists() for file in files) and (now := time.monotonic()) < give_up:
+            if now > quiet and not is_being_written(self.folder):
+                break
+            time.sleep(0.05)
 
     def _tell(self) -> None:
         for reading in [one for one in self.readings if not one.is_alive()]:

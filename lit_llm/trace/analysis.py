@@ -170,7 +170,7 @@ def _health(notes: list[str], kept: Sequence[RankSummary]) -> list[Health]:
     if unlaunched:
         most = max(count for _, count in unlaunched)
         ranks = ranges(rank for rank, _ in unlaunched)
-        text = f"up to {most:,} GPU events were launched before the trace began (ranks {ranks}); they count, but in no step"
+        text = f"up to {most:,} GPU events were launched before the trace began (ranks {ranks}); they are in no step"
         lines.append(Health(None, text))
     return lines
 

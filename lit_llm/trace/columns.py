@@ -57,7 +57,7 @@ class Events:
     bytes: Ints
     """That a copy or fill moves."""
     detail: NDArray[np.int32]
-    """Into ``RankTrace.details``: for events with arguments of a collective or, for ``c10d::`` and ``gloo:`` ones, shapes."""
+    """Into ``RankTrace.details``: for events with arguments of a collective, or with shapes of one."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -105,7 +105,7 @@ class RankTrace:
     meta: dict[str, Any]
     """What :class:`lit_llm.callbacks.TraceCapture` has noted (``lit_llm`` in the file); else empty."""
     clock: str
-    """``wall``: starts are ns since 1970, comparable between ranks up to their clocks' skew; ``unknown``: they are not."""
+    """``wall``: starts are ns since 1970, comparable between ranks up to their clocks' skew; ``unknown``: not so."""
     truncated: bool
     problems: list[str]
     """What was wrong with the file, a line each, for the user."""

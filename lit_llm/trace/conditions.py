@@ -70,7 +70,7 @@ FIGURES: dict[str, Callable[[Analysis], float | None]] = {
     "criticals": _count("critical"),
     "missing_ranks": lambda analysis: len(analysis.missing_ranks),
 }
-"""What a condition may name: medians over ranks, in percent of the window (on a CPU: of the steps) or in microseconds."""
+"""What a condition may name: medians over ranks, in percent of the window (on a CPU: of the steps), or microseconds."""
 
 
 class Condition:
@@ -89,9 +89,7 @@ class Condition:
     def _term(self, text: str) -> tuple[str, str, float]:
         found = _TERM.fullmatch(text)
         if found is None:
-            raise UserError(
-                f"--fail_on {self.text!r}: {text.strip()!r} is no comparison; write such as comm_exposed_pct>15"
-            )
+            raise UserError(f"--fail_on {self.text!r}: {text.strip()!r} compares nothing, as comm_exposed_pct>15 does")
         name = found.group(1)
         if name not in FIGURES:
             near = difflib.get_close_matches(name, FIGURES, 1)

@@ -29,8 +29,10 @@ class Gathers:
     early: np.ndarray
     """Whether it was called for before the unit's own turn, (n,) bool."""
     first: np.ndarray
-    """Whether nothing comes before it in its forward or backward to hide behind, (n,) bool: the first gather, and in the forward
-    also that of the first block after the root's."""
+    """Whether nothing comes before it in its forward or backward to hide behind, (n,) bool.
+
+    So it is with the first gather, and in the forward with the first block's after the root's.
+    """
     step: Ints
     begin: Ints
     end: Ints
@@ -47,31 +49,30 @@ def gathers_of(trace: RankTrace, marks: Marks, collectives: Collectives) -> Gath
     for place, name in enumerate(trace.names):
         if (found := kinds.UNIT.match(name)) is not None:
             units[place] = found.group(1), found.group(2) or found.group(3) or ROOT
-    noted = (
-        np.flatnonzero(np.isin(events.name, list(units)) & (events.category == Category.ANNOTATION)) if units else []
-    )
-    gather_ns, turns = [], []
-    for place in noted:
+    gathers: list[tuple[int, int, str]] = []
+    turns: list[tuple[int, int, str, bool, bool]] = []  # begin, end, unit, backward, whether it is the unit's own turn
+    chosen = np.isin(events.name, list(units)) & (events.category == Category.ANNOTATION)
+    for place in np.flatnonzero(chosen).tolist():
         what, unit = units[int(events.name[place])]
-        span = (int(events.start[place]), int(events.end[place]), unit)
+        begin, end = int(events.start[place]), int(events.end[place])
         if what == "all_gather":
-            gather_ns.append(span)
-        elif what in ("pre_forward", "pre_backward"):
-            turns.append((*span, what == "pre_backward", True))
-        elif what in ("forward_prefetch", "backward_prefetch"):
-            turns.append((*span, what == "backward_prefetch", False))
+            gathers.append((begin, end, unit))
+        elif what in ("pre_forward", "pre_backward", "forward_prefetch", "backward_prefetch"):
+            turns.append((begin, end, unit, "backward" in what, what.startswith("pre_")))
     kind_of = [kind for kind, _ in collectives.keys]
     wanted = np.array([kind == "all_gather" for kind in kind_of], dtype=bool)
     is_gather = wanted[collectives.key] if len(collectives) else np.zeros(0, dtype=bool)
-    rows, names, seen = [], {}, {}  # type: ignore[var-annotated]
-    starts = np.array([span[0] for span in gather_ns], dtype=np.int64)
+    rows: list[tuple[int, ...]] = []
+    names: dict[str, int] = {}
+    seen: dict[tuple[int, bool], list[str]] = {}
+    starts = np.array([span[0] for span in gathers], dtype=np.int64)
     turn_starts = np.array([turn[0] for turn in turns], dtype=np.int64)
-    for place in np.flatnonzero(is_gather & (collectives.launched >= 0)):
+    for place in np.flatnonzero(is_gather & (collectives.launched >= 0)).tolist():
         called = int(collectives.launched[place])
         at = int(np.searchsorted(starts, called, side="right")) - 1
-        if at < 0 or called >= gather_ns[at][1]:
+        if at < 0 or called >= gathers[at][1]:
             continue
-        unit = gather_ns[at][2]
+        unit = gathers[at][2]
         turn = int(np.searchsorted(turn_starts, called, side="right")) - 1
         inside = turn >= 0 and called < turns[turn][1]
         backward = inside and turns[turn][3]
@@ -80,9 +81,11 @@ def gathers_of(trace: RankTrace, marks: Marks, collectives: Collectives) -> Gath
         before = seen.setdefault((step, backward), [])
         first = not before or before == [ROOT]
         before.append(unit)
-        row = (names.setdefault(unit, len(names)), backward, not own, first, step)
-        rows.append((*row, collectives.begin[place], collectives.end[place], collectives.exposed[place]))
-    columns = [np.array(column) for column in zip(*rows, strict=True)] if rows else [np.zeros(0, dtype=np.int64)] * 8
-    unit_column, step_column = columns[0].astype(np.int64), columns[4].astype(np.int64)
-    flags = [columns[place].astype(bool) for place in (1, 2, 3)]
-    return Gathers(list(names), unit_column, *flags, step_column, *(c.astype(np.int64) for c in columns[5:]))
+        flags = (names.setdefault(unit, len(names)), backward, not own, first, step)
+        rows.append(
+            (*flags, *(int(column[place]) for column in (collectives.begin, collectives.end, collectives.exposed)))
+        )
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 8).T
+    unit_column, in_backward, early, is_first, steps, begins, ends, exposed = table
+    truth = (in_backward.astype(bool), early.astype(bool), is_first.astype(bool))
+    return Gathers(list(names), unit_column, truth[0], truth[1], truth[2], steps, begins, ends, exposed)

@@ -1,9 +1,10 @@
 """Why a GPU did nothing: each gap between its work, by what the host did meanwhile.
 
-Of a gap [g0, g1] before work that was launched at L, the host's part ends at L: until then there was nothing to do. The rest
-is launch latency or waiting for other work (``dependency``). The host's part goes to what the host did in it, in this order:
-fetching data, waiting for the device (with what follows until the next launch, if the device ran dry meanwhile), dispatching (runtime calls and ops: ``launch``), and code that the trace does not show
-(``other``). What stands before the first launch in the trace is ``other`` as well.
+Of a gap [g0, g1] before work that was launched at L, the host's part ends at L: until then there was nothing to do.
+The rest is launch latency or waiting for other work (``dependency``). The host's part goes to what the host did in it,
+in this order: fetching data, waiting for the device (with what follows until the next launch, if the device ran dry
+meanwhile), dispatching (runtime calls and ops: ``launch``), and code that the trace does not show (``other``). What
+stands before the first launch in the trace is ``other`` as well.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Idle:
     longest: list[tuple[int, str | None]]
     """Places of the longest gaps, each with the op or call of the host that took most of it."""
     syncs: list[tuple[str, int, int, str | None]]
-    """Waits of the host for the device: op or call, how many, ns in all, and a line of the user's code if there are stacks."""
+    """Waits of the host for the device: op or call, how many, ns in all, a line of the user's code if it is known."""
 
     def by_cause(self, start: int, end: int) -> dict[str, int]:
-        """ns by cause within [start, end); a gap that is cut is shared out in time order: the host's part comes first."""
+        """ns by cause within [start, end); of a gap that is cut each cause keeps the same share."""
         inside = (self.end > start) & (self.start < end)
         causes = {}
         cut = inside & ((self.start < start) | (self.end > end))

@@ -103,7 +103,6 @@ def _rank(rank: Rank, origin: int) -> dict[str, Any]:
         **_split(rank.split),
         "launch_ahead_us": _us(rank.launch_ahead),
         "kernels": rank.kernels,
-        "busiest_host_op": rank.busiest_host_op,
     }
 
 

@@ -23,7 +23,7 @@ class Lags:
     waits: Ints
     """(steps, ranks): time in which communication was exposed and somebody had not come yet."""
     delay: Ints
-    """(steps, ranks): how much less a rank waited than the median of the others, at least 0: who is late waits least."""
+    """(steps, ranks): how much less a rank waited than the median of the others, at least 0."""
     waiting: list[Ints]
     """For each rank (n, 2): when it waited so, on its own clock."""
 
@@ -58,16 +58,14 @@ def find_lags(ranks: Sequence[RankSummary], matches: Sequence[Match], clocks: Se
         if not compared[place]:
             continue
         times = covered(waiting[place], one_rank.windows[:, 0], one_rank.windows[:, 1])
-        for step, value in zip(one_rank.marks.numbers.tolist(), times.tolist(), strict=True):
+        for step, waited in zip(one_rank.marks.numbers.tolist(), times.tolist(), strict=True):
             if step in row_of:
-                waits[row_of[step], place] = value
+                waits[row_of[step], place] = waited
     delay = np.full_like(waits, -1)
-    for row in range(len(steps)):
-        known = np.flatnonzero(waits[row] >= 0)
-        if len(known) < 2:
-            continue
-        for place in known:
-            others = waits[row][known[known != place]]
-            delay[row, place] = max(int(np.median(others)) - int(waits[row, place]), 0)
+    for at in range(len(steps)):
+        known = np.flatnonzero(waits[at] >= 0)
+        for place in known if len(known) > 1 else ():
+            others = waits[at][known[known != place]]
+            delay[at, place] = max(int(np.median(others)) - int(waits[at, place]), 0)
     lags = np.stack([lag[step] for step in steps]) if steps else np.zeros((0, len(ranks)), dtype=np.int64)
     return Lags(steps, lags, waits, delay, waiting)

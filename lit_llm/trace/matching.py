@@ -46,71 +46,68 @@ class Clock:
 def match(ranks: Sequence[RankSummary]) -> tuple[list[Match], list[str]]:
     """Joins the collectives of ranks that see the same ones.
 
-    By the group's sequence number where the trace has it; else the k-th of its kind and size in a step, if all ranks of
-    the group have as many there. What differs in size is no match.
+    By the group's sequence number where the trace has it; else the k-th of its kind and size in a step, among ranks
+    that have equally many there. What differs in size is no match.
 
     Returns:
         All collectives, those seen by one rank alone among them, in order of time; and lines on what did not fit.
     """
-    found: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    for key, places in _keyed(ranks).items():
-        found[key] = places
     matches, odd = [], 0
-    for key, places in found.items():
-        label, size = key[0], key[1]
-        columns = [[], [], [], []]  # type: list[list[int]]
-        sizes = set()
-        for place, row in places:
-            one = ranks[place].collectives
-            for column, value in zip(columns, (place, one.arrival[row], one.begin[row], one.end[row]), strict=True):
-                column.append(int(value))
-            sizes.add(int(one.bytes[row]))
-        if len(sizes) > 1 and key[2] in _TOGETHER:
+    for (label, size, kind, *_), places in _keyed(ranks).items():
+        sizes = {int(ranks[place].collectives.bytes[row]) for place, row in places}
+        if len(sizes) > 1 and kind in _TOGETHER:
             odd += 1
             continue
-        first = ranks[places[0][0]].collectives
-        row = places[0][1]
-        arrays = [np.array(column, dtype=np.int64) for column in columns]
-        matches.append(Match(key[2], label, size, int(first.step[row]), *arrays, max(sizes)))
+        columns = np.array(
+            [
+                (place, one.arrival[row], one.begin[row], one.end[row])
+                for place, row in places
+                for one in (ranks[place].collectives,)
+            ],
+            dtype=np.int64,
+        ).T
+        place, row = places[0]
+        step = int(ranks[place].collectives.step[row])
+        matches.append(Match(kind, label, size, step, columns[0], columns[1], columns[2], columns[3], max(sizes)))
     matches.sort(key=lambda one: int(one.begin[0]))
     notes = [f"{odd} collectives differ in size between ranks and are not compared"] if odd else []
     return matches, notes
 
 
-def _keyed(ranks: Sequence[RankSummary]) -> dict[Any, list[tuple[int, int]]]:
-    """(place of the rank, row) of all that belong together, by group, kind and number."""
-    unnamed: dict[int, list[tuple[int, Any]]] = {}
-    found: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+def _keyed(ranks: Sequence[RankSummary]) -> dict[tuple[Any, ...], list[tuple[int, int]]]:
+    """(place of the rank, row) of all that belong together, by (group, its size, kind, ...)."""
+    found: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
+    # Rows without a number of their own, by what must be equal, and rank.
+    counted: dict[tuple[Any, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, one in enumerate(ranks):
-        columns, seen = one.collectives, Counter()  # type: Any, Counter[Any]
-        labels = []
+        columns, labels = one.collectives, []
         for kind, group in columns.keys:
             members = one.groups.get(group) if group is not None else None
-            labels.append((kind, group, _members(members) if members else group, len(members) if members else None))
-        rows = zip(
-            columns.key.tolist(), columns.sequence.tolist(), columns.step.tolist(), columns.bytes.tolist(), strict=True
-        )
-        for row, (key, sequence, step, size) in enumerate(rows):
-            kind, group, label, number = labels[key]
+            label = _members(members) if members else group
+            labels.append((label, len(members) if members else None, kind, group is not None))
+        values = (getattr(columns, name).tolist() for name in ("key", "sequence", "step", "bytes"))
+        for row, (key, sequence, step, size) in enumerate(zip(*values, strict=True)):
+            label, number, kind, named = labels[key]
             if sequence >= 0:
-                found[(label, number, kind, "seq", sequence)].append((place, row))
-                continue
-            number_in_step = (kind, label, step, size)
-            seen[number_in_step] += 1
-            if group is None:
-                unnamed.setdefault(place, []).append((row, (kind, step, size, seen[number_in_step])))
+                found[(label, number, kind, "sequence", sequence)].append((place, row))
+            elif step < 0 and len(one.marks):  # between steps the k-th of one rank need not be another's
+                found[(label, number, kind, "alone", place, row)].append((place, row))
             else:
-                found[(label, number, kind, "k", step, size, seen[number_in_step])].append((place, row))
+                counted[(label, number, kind, named, step, size)][place].append(row)
+    unnamed: dict[tuple[Any, ...], dict[int, list[tuple[int, int]]]] = defaultdict(dict)
+    for (label, number, kind, named, step, size), rows in counted.items():
+        usual = Counter(map(len, rows.values())).most_common(1)[0][0]
+        for place in [place for place, mine in rows.items() if len(mine) != usual]:
+            for row in rows.pop(place):  # of a step that is cut off somewhere
+                found[(label, number, kind, "alone", place, row)].append((place, row))
+        for k in range(usual):
+            places = [(place, mine[k]) for place, mine in rows.items()]
+            if named:
+                found[(label, number, kind, "k", step, size, k)] = places
+            else:
+                unnamed[(kind, size, k)][step] = places
     found.update(_by_inferred_groups(ranks, unnamed))
-    return {key: places for key, places in found.items() if key[3] == "seq" or _complete(ranks, found, key, places)}
-
-
-def _complete(ranks: Sequence[RankSummary], found: Any, key: Any, places: Any) -> bool:
-    """Whether a collective that is known by its number in a step may be compared: not that of a step cut off somewhere."""
-    if len(places) < 2 or key[4] != -1:
-        return True
-    # Outside of steps the k-th of one rank need not be the k-th of another: each stands alone.
-    return all(not ranks[place].truncated for place, _ in places)
+    return found
 
 
 def _members(members: Sequence[int]) -> str:
@@ -121,17 +118,17 @@ def _members(members: Sequence[int]) -> str:
     return f"ranks {shown}"
 
 
-def _by_inferred_groups(ranks: Sequence[RankSummary], unnamed: dict[int, list[tuple[int, Any]]]) -> dict[Any, Any]:
-    """Matches where a trace does not name groups, as on CPUs: of the ways to split the ranks that the process groups allow,
-    the one with the largest groups whose members leave together."""
-    by_key: dict[Any, dict[Any, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-    for place, rows in unnamed.items():
-        for row, (kind, step, size, number) in rows:
-            # The same place in a step is the same collective in each; without shapes it is all that tells two groups apart.
-            by_key[(kind, size, number)][step].append((place, row))
-    found: dict[Any, list[tuple[int, int]]] = {}
+def _by_inferred_groups(
+    ranks: Sequence[RankSummary], unnamed: dict[tuple[Any, ...], dict[int, list[tuple[int, int]]]]
+) -> dict[tuple[Any, ...], list[tuple[int, int]]]:
+    """Matches where a trace does not name groups, as on CPUs.
+
+    Of the ways to split the ranks that the process groups allow, the one with the largest groups whose members leave
+    together. The same place in a step is taken to be the same collective in every step.
+    """
+    found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     partitions = _partitions(ranks)
-    for (kind, size, number), of_step in by_key.items():
+    for (kind, size, k), of_step in unnamed.items():
         groups = _best(ranks, partitions, of_step)
         for step, places in of_step.items():
             for members in groups:
@@ -139,7 +136,7 @@ def _by_inferred_groups(ranks: Sequence[RankSummary], unnamed: dict[int, list[tu
                 if inside:
                     ids = [one if (one := ranks[place].rank) is not None else place for place in sorted(members)]
                     label = _members(ids) if len(groups) > 1 else None
-                    found[(label, len(members), kind, "k", step, size, number)] = inside
+                    found[(label, len(members), kind, "k", step, size, k)] = inside
     return found
 
 
@@ -217,7 +214,7 @@ def clocks(ranks: Sequence[RankSummary], matches: Sequence[Match]) -> list[Clock
 
 def _clock(one: RankSummary, root: RankSummary, values: list[int], base: Clock) -> Clock:
     low, middle, high = np.percentile(values, [16, 50, 84])
-    offset, error = int(round(middle)) + (base.offset or 0), int((high - low) / 2) + (base.error or 0)
+    offset, error = round(middle) + (base.offset or 0), int((high - low) / 2) + (base.error or 0)
     # On one host clocks are one, and the ends of gloo's threads differ by milliseconds on a busy machine.
     least = 20_000 if one.device == "gpu" else 5_000_000
     applied = one.clock != root.clock or one.clock == "unknown" or abs(offset) > max(3 * error, least)

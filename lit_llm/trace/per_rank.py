@@ -1,9 +1,8 @@
 """What one rank's trace says by itself, small enough to be handed between processes.
 
 Definitions (all unions of intervals): C compute kernels, M communication kernels, X copies and fills, B = C u M u X.
-``compute = |C|``, ``comm_exposed = |M \\ C|``, ``mem_exposed = |X \\ (C u M)|``, ``idle = window - |B|``. On a CPU-only trace M is
-the executions of collectives on their own threads, and compute is taken to be any op that
-is open on the main thread.
+``compute = |C|``, ``comm_exposed = |M \\ C|``, ``mem_exposed = |X \\ (C u M)|``, ``idle = window - |B|``. On a CPU-only
+trace M is the executions of collectives on their own threads, and compute is any op that is open on the main thread.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class RankSummary:
     idle: Idle | None
     table: Table
     work: dict[str, Ints]
-    """Per step, (steps,): ``ops`` ns of compute, ``calls`` of kernels or ops; ns of ``data``, of idle for ``launch``, and of
-    the ``rest`` on the host."""
+    """Per step, (steps,): ns of ``ops``, that is compute, of ``data``, of idle for ``launch``, of the ``rest`` on the
+    host; and ``calls``, of kernels or ops."""
     launch_ahead: int | None = None
     unlaunched: int = 0
     """GPU events with no launch in the trace."""
@@ -64,10 +63,13 @@ class RankSummary:
 
     def window_of(self, step: int | None) -> tuple[int, int] | None:
         """Of a step (None: of everything) on this rank's clock; None where it has none."""
-        rows = self.windows[self.marks.numbers == step] if step is not None else []
-        if len(rows):
-            return (int(rows[0, 0]), int(rows[0, 1])) if rows[0, 1] > rows[0, 0] else None
-        return self.whole if step is None and self.whole[1] > self.whole[0] else None
+        start, end = self.whole
+        if step is not None:
+            rows = self.windows[self.marks.numbers == step]
+            if not len(rows):
+                return None
+            start, end = rows[0].tolist()
+        return (start, end) if end > start else None
 
 
 def summarize(trace: RankTrace, facts: FileFacts | None = None) -> RankSummary:

@@ -14,9 +14,9 @@ CAUSES = ("data_loading", "host_sync", "launch", "dependency", "other")
 class Split:
     """Where a window of a rank's time went.
 
-    On a GPU ``window = compute + comm_exposed + mem_exposed + idle``, exactly, and idle is the sum of its causes. On a CPU
-    window, compute, mem_exposed and idle are None. ``comm_exposed = comm_waiting + comm_transfer`` where the collectives
-    could be matched across ranks.
+    On a GPU ``window = compute + comm_exposed + mem_exposed + idle``, exactly, and idle is the sum of its causes. On a
+    CPU window, compute, mem_exposed and idle are None. ``comm_exposed = comm_waiting + comm_transfer`` where the
+    collectives could be matched across ranks.
     """
 
     window: int | None = None
@@ -43,7 +43,7 @@ class Step:
     """Of the ``ProfilerStep#`` mark, on the host."""
     split: Split
     lag: int | None = None
-    """The latest that this rank came to a collective after the first one there, in this step; None: nothing to compare."""
+    """The latest that this rank came to a collective after the first one there; None: nothing to compare."""
     delay: int | None = None
     """How much less this rank waited for others than the median of them did: who is late waits least."""
 
@@ -58,7 +58,7 @@ class Rank:
     device: Literal["gpu", "cpu"]
     truncated: bool
     clock_offset: int | None
-    """By how much this rank's clock is ahead of the first rank's, by the ends of collectives; None: it can't be told."""
+    """By how much its clock is ahead of the first rank's, by the ends of collectives; None: it can't be told."""
     clock_error: int | None
     """Half the spread (16th to 84th percentile) of the estimates that ``clock_offset`` is the median of."""
     clock_applied: bool
@@ -68,7 +68,6 @@ class Rank:
     launch_ahead: int | None = None
     """Median time from the launch of a kernel to its start: how far the host runs ahead of the GPU."""
     kernels: int = 0
-    busiest_host_op: str | None = None
 
 
 @dataclass

@@ -23,8 +23,8 @@ GATHER = 0.5
 """Share of a unit's gathers that is exposed, from which on its prefetch is missing."""
 
 DATA_ADVICE = (
-    "Raise data.num_workers, or look at what this storage and data set do; with num_workers 0 the batch is made while the "
-    "device waits."
+    "Raise data.num_workers, or look at what this storage and data set do; with num_workers 0 the batch is made while "
+    "the device waits."
 )
 _WAITING_ADVICE = (
     "It is mostly waiting for late ranks, not the network: deal with the rank that lags, or even out the work."
@@ -34,8 +34,8 @@ _SHARDING_ADVICE = (
     "fit, shard over fewer devices (replicate x shard), or give each gather more compute (data.micro_batch_size)."
 )
 _REDUCING_ADVICE = (
-    "Reduce less often (more micro-batches a step), use other buckets (DataParallelStrategy bucket_size_mb, compression "
-    "bf16), or give each step more compute (data.micro_batch_size)."
+    "Reduce less often (more micro-batches a step), use other buckets (DataParallelStrategy bucket_size_mb, "
+    "compression bf16), or give each step more compute (data.micro_batch_size)."
 )
 
 
@@ -112,8 +112,8 @@ def prefetch(ranks: Sequence[RankSummary], layers: Sequence[FsdpLayer]) -> Verdi
     if early:
         evidence += f"; {percent(float(np.mean(early)))} of these units' gathers were called for early"
     advice = (
-        "Set trainer.strategy.prefetch to 1 or more, keep what is large gathered (reshard_after_forward false), or raise "
-        "data.micro_batch_size so that a layer computes longer than the next takes to arrive."
+        "Set trainer.strategy.prefetch to 1 or more, keep what is large gathered (reshard_after_forward false), or "
+        "raise data.micro_batch_size so that a layer computes longer than the next takes to arrive."
     )
     message = f"The gather of {names} does not hide behind the compute before it: {percent(share)} of a step"
     grave = gpu and share >= (0.02 if odd else 0.05)
@@ -138,8 +138,8 @@ def _launch(ranks: Sequence[RankSummary]) -> Verdict | None:
     if behind is not None:
         evidence += f"; kernels start {ms(behind)} after their launch in the median"
     advice = (
-        "Give each kernel more to do (data.micro_batch_size), need fewer of them (--model.compile true), and keep Python "
-        "out of the step."
+        "Give each kernel more to do (data.micro_batch_size), need fewer of them (--model.compile true), and keep "
+        "Python out of the step."
     )
     message = f"The GPU waits {percent(dispatch + other)} of the time for the host to launch its next kernel"
     return Verdict("launch_bound", severity, [], message, evidence, advice)
@@ -189,8 +189,8 @@ def _host_sync(ranks: Sequence[RankSummary]) -> Verdict | None:
         evidence = f"{what} {a_step:,.1f} times a step on a rank"
         what += f" at {lines[what]}" if what in lines else ""
     advice = (
-        "Take .item(), .cpu(), print of a tensor and boolean masks out of the step, or read values a step later; record "
-        "with with_stack true to see the line."
+        "Take .item(), .cpu(), print of a tensor and boolean masks out of the step, or read values a step later; "
+        "record with with_stack true to see the line."
     )
     message = f"The GPU idles {percent(share)} of the time because the host waits for it ({what})"
     return Verdict("host_sync", severity, [], message, evidence, advice)

@@ -1,8 +1,8 @@
 """Does a rank keep the others waiting, and why: with a threshold, and the right to say that nothing can be said.
 
-Ranks in lockstep take equally long for a step; the late one is the one that does not wait. So a rank is judged by how much
-less it waited than the median of the others (``Lags.delay``), which needs no critical path, holds for any layout of groups,
-and does not count a wait for several outstanding collectives twice.
+Ranks in lockstep take equally long for a step; the late one is the one that does not wait. So a rank is judged by how
+much less it waited than the median of the others (``Lags.delay``), which needs no critical path, holds for any layout
+of groups, and does not count a wait for several outstanding collectives twice.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def find_straggler(ranks: Sequence[RankSummary], lags: Lags) -> Finding | None:
 def _starved_rank(ranks: Sequence[RankSummary], step_ns: int, steps: int) -> Finding | None:
     """A rank of a CPU run that waits for its data far longer than the others, even where their waits do not show it.
 
-    With more ranks than cores the others compute in the time that it leaves them, and nobody waits. On a GPU the host runs
-    ahead, so that such a wait may cost nothing.
+    With more ranks than cores the others compute in the time that it leaves them, and nobody waits. On a GPU the host
+    runs ahead, so that such a wait may cost nothing.
     """
     if ranks[0].device == "gpu":
         return None
@@ -111,7 +111,7 @@ def _starved_rank(ranks: Sequence[RankSummary], step_ns: int, steps: int) -> Fin
 def excess_of(
     ranks: Sequence[RankSummary], place: int, alike: Sequence[int] = (), step: int | None = None
 ) -> dict[str, int]:
-    """By how much a rank's own times exceed the median of the others', ns a step: the median over steps, or of one step."""
+    """By how much its own times exceed the median of the others', ns a step: the median over steps, or of one step."""
     found = {}
     for what in ("data", "ops", "launch", "rest", "calls"):
         values = excess_by_step(ranks, place, what, alike, step)
@@ -175,7 +175,7 @@ def _kind_of_work(ranks: Sequence[RankSummary], place: int, alike: list[int], ex
 
 
 def slowdown(ranks: Sequence[RankSummary], place: int, alike: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-    """For each kernel that all ranks run: this rank's mean over the median of the others' means, and its share of time."""
+    """For each kernel that all run: this rank's mean over the median of the others' means, and its share of time."""
     skipped = {place, *alike}
     means = [
         dict(zip(one.table.names, (one.table.total / np.maximum(one.table.calls, 1)).tolist(), strict=True))

@@ -23,13 +23,13 @@ _REASON = {
 }
 _ADVICE = {
     "data_loading": shares.DATA_ADVICE,
-    "slow_device": "The same kernels take longer here: check the device's clocks, temperature, power limit and who else "
-    "uses it, and swap the machine if it stays slow.",
+    "slow_device": "The same kernels take longer here: check the device's clocks, temperature, power limit and who "
+    "else uses it, and swap the machine if it stays slow.",
     "slow_host": "The host is late with its work: look for other processes, CPU binding, garbage collection and Python "
     "that runs on this rank alone (loggers, callbacks); --model.compile true needs fewer launches.",
     "uneven_work": "This rank computes more: balance the tokens of the micro-batches (packing, equal lengths) and look "
     "for code that runs on it alone.",
-    "unknown": "Compare this rank's lanes in the timeline with another's; record more steps (active) for a surer answer.",
+    "unknown": "Compare this rank's lanes in the timeline with another's; record more steps (active) to be surer.",
 }
 _PARTS = {"data": "data", "ops": "compute", "launch": "launching", "rest": "untraced host code"}
 _ORDER = {"critical": 0, "warning": 1, "info": 2}
@@ -139,7 +139,7 @@ def _excess_text(ranks: Sequence[RankSummary], finding: Finding) -> str:
         for what, value in sorted(finding.excess.items(), key=lambda item: -item[1])
         if what in _PARTS and value > 0.1 * finding.delay
     ]
-    text = f"a step it takes {', '.join(parts) or 'no longer in anything that the trace shows'} than the median of the others"
+    text = f"a step it takes {', '.join(parts) or 'no longer in anything that is traced'} than the median of the others"
     if finding.cause == "slow_device":
         ratios, weights = slowdown(ranks, finding.place, finding.others)
         if len(ratios):
