@@ -2,8 +2,9 @@
 
     python -m benchmarks.rank_monitor --rounds 7
 
-A round trains in each way once. Two figures: the median step of each, over all rounds, and the time inside the monitor's
-own hooks, its collective and the stand-ins of the blocks' calls included, as a share of a step, which noise moves less.
+A round trains in each way once. Two figures: the median step of each, over all rounds, and the time inside the
+monitor's own hooks, its collective and the stand-ins of the blocks' calls included, as a share of a step, which noise
+moves less.
 Figures go to benchmarks/results/rank_monitor.json.
 """
 
@@ -46,8 +47,9 @@ def _own_time(monitor: Any) -> list[float]:
     """Makes a monitor's hooks add up their seconds in the list."""
     total = [0.0]
     for name in _HOOKS:
+        call = getattr(monitor, name)
 
-        def timed(*args: Any, _call: Any = getattr(monitor, name), **kwargs: Any) -> Any:
+        def timed(*args: Any, _call: Any = call, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return _call(*args, **kwargs)
@@ -119,9 +121,8 @@ def main() -> None:
     layers, measured = 6, min(5, arguments.every_n_steps) / arguments.every_n_steps
     own = found["own"] + layers * measured * stand_in_seconds()
     found.update(own=own, own_share=own / found["without"], of_without=found["with"] / found["without"])
-    rows = [
-        [1000 * found["without"], 1000 * found["with"], found["of_without"], 1000 * own, f"{found['own_share']:.2%}"]
-    ]
+    share = f"{found['own_share']:.2%}"
+    rows = [[1000 * found["without"], 1000 * found["with"], found["of_without"], 1000 * own, share]]
     print(table(("step, ms", "with monitor, ms", "of it", "inside the monitor, ms a step", "share of a step"), rows))
     print(f"written to {save('rank_monitor', {**vars(arguments), **found}).name}")
 

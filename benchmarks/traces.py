@@ -197,7 +197,8 @@ def main() -> None:
     if arguments.against_hta:
         from benchmarks.traces_hta import run_against_hta
 
-        data["against_hta"] = run_against_hta(arguments)
+        found = run_against_hta(arguments)
+        data.setdefault("against_hta", {})[found["trace"]] = found
     else:
         data["healthy" if arguments.healthy else "planted"] = run_set(arguments)
     print(f"written to {save('traces', data).name}")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,204 +12,21 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers.logger import Logger
 from torch.utils.data import DataLoader
 
-from lit_llm import LitLLM
 from lit_llm.callbacks import RankMonitor, monitor
+from lit_llm.callbacks.monitor_timing import ForwardTimer
 from lit_llm.errors import UserError
-from lit_llm.model import Transformer
-from lit_llm.parallel import MeshStrategy
 from tests.distributed import run_ranks
-from tests.test_step import SEQ, VOCAB, micro_batches
-from tests.training import MODEL
-
-SLEEP = 0.06
-EVERY, STEPS = 4, 8
-
-
-class Kept(Logger):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    name = version = "kept"
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if any(key.startswith("monitor/") for key in metrics):
-            self.rows.append((step or 0, dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
-class Loader:
-    """Batches that take their time."""
-
-    def __init__(self, batches: list[Any], sleep: float) -> None:
-        self.batches, self.sleep = batches, sleep
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Any:
-        for batch in self.batches:
-            time.sleep(self.sleep)
-            yield batch
-
-
-class Lit(LitLLM):
-    """A block whose MLP takes its time."""
-
-    def __init__(self, sleep: float = 0.0, **options: Any) -> None:
-        super().__init__(config=MODEL, vocab_size=VOCAB, seq_len=SEQ, seed=3, **options)
-        self.sleep = sleep
-        self.slept = 0
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self.sleep:
-            mlp: Any = self.transformer.layers[0].mlp
-            mlp.register_forward_pre_hook(self._wait)
-
-    @torch.compiler.disable
-    def _wait(self, *_: Any) -> None:
-        self.slept += 1
-        time.sleep(self.sleep)
-
-
-class Installed(Callback):
-    """The steps in whose forward something is installed at the model."""
-
-    def __init__(self) -> None:
-        self.steps: dict[int, list[str]] = {}
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        self.steps[trainer.global_step] = things(module)
-
-
-def things(module: Any) -> list[str]:
-    """What a monitor can have put there: stand-ins and hooks."""
-    layers = module.transformer.layers
-    found = [f"call {i}" for i, block in enumerate(layers) if "timed" in str(block.__dict__.get("_compiled_call_impl"))]
-    for part in module.modules():
-        if hasattr(part, "_get_fsdp_state"):
-            found += ["wait" for g in part._get_fsdp_state()._fsdp_param_groups for n in vars(g) if n == "unshard"]
-    return found
-
-
-def fit(
-    folder: str,
-    strategy: Any,
-    *,
-    data: float = 0.0,
-    forward: float = 0.0,
-    monitored: RankMonitor | None = None,
-    steps: int = STEPS,
-    accumulate: int = 1,
-    validate: bool = False,
-    others: tuple[Callback, ...] = (),
-    **options: Any,
-) -> tuple[Lit, Kept, list[str]]:
-    """Trains; gives the module, what was logged and what was told."""
-    torch._dynamo.reset()  # a block compiled for an earlier run would know nothing of this one's hooks
-    said: list[str] = []
-    monitor.rank_zero_warn = monitor.rank_zero_info = lambda text: said.append(text)  # type: ignore[assignment]
-    kept = Kept()
-    batches = micro_batches(steps * accumulate)
-    loader: Any = Loader(batches, data)
-    lit = Lit(forward, **options)
-    trainer = L.Trainer(
-        default_root_dir=folder, accelerator="cpu", strategy=strategy, max_steps=steps, logger=kept,
-        callbacks=[*([monitored] if monitored else []), *others], enable_checkpointing=False, barebones=False,
-        devices=2, accumulate_grad_batches=accumulate,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        num_sanity_val_steps=0, val_check_interval=3 if validate else None, check_val_every_n_epoch=None,
-        limit_val_batches=2 if validate else 0,
-    )  # fmt: skip
-    held_out = DataLoader(batches, batch_size=None) if validate else None
-    trainer.fit(lit, loader, held_out)
-    return lit, kept, said
-
-
-def in_ranks(rank: int, folder: str) -> dict[str, Any]:
-    """All cases, in one start of the processes."""
-    Transformer.compile_blocks = lambda self: [b.compile(backend="eager") for b in self.layers]  # type: ignore
-    slow = SLEEP * (rank == 1)
-    found: dict[str, Any] = {}
-
-    def case(name: str, strategy: Any, **options: Any) -> Lit:
-        lit, kept, said = fit(folder, strategy, monitored=RankMonitor(EVERY, min_ms=30), **options)
-        found[name] = {"rows": kept.rows, "said": said, "slept": lit.slept, "left": things(lit)}
-        return lit
-
-    case("ddp, data", "ddp", data=slow)
-    case("ddp, forward", "ddp", forward=slow, accumulate=2, activation_checkpointing="full")
-    case("mesh, data", MeshStrategy(shard=2), data=slow, validate=True)
-    case("mesh, forward, compiled", MeshStrategy(shard=2, prefetch=0), forward=slow, compile=True)
-    case("ddp, equal", "ddp", data=SLEEP / 2, forward=SLEEP / 2)
-    case("mesh, equal", MeshStrategy(shard=2), data=SLEEP / 2, forward=SLEEP / 2, compile=True)
-    steps = Installed()
-    fit(folder, MeshStrategy(shard=2), monitored=RankMonitor(7), others=(steps,), steps=14)
-    found["installed"] = {step: len(there) for step, there in steps.steps.items()}
-    counts = []
-    for monitored in (None, RankMonitor(EVERY)):
-        with counted() as counter:
-            fit(folder, "ddp", monitored=monitored)
-        counts.append(counter)
-    counts[1].subtract(counts[0])
-    found["collectives"] = {name: number for name, number in counts[1].items() if number}
-    return found
-
-
-class counted:
-    """Counts the collectives that are asked for in Python."""
-
-    NAMES = (
-        *("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier"),
-        *(
-            "broadcast",
-            "broadcast_object_list",
-            "gather",
-            "gather_object",
-            "reduce",
-            "reduce_scatter_tensor",
-            "scatter",
-        ),
-    )
-
-    def __enter__(self) -> Counter[str]:
-        counter: Counter[str] = Counter()
-        self.before = {name: getattr(dist, name) for name in self.NAMES}
-        for name, call in self.before.items():
-
-            def counting(*args: Any, _name: str = name, _call: Any = call, **kwargs: Any) -> Any:
-                counter[_name] += 1
-                return _call(*args, **kwargs)
-
-            setattr(dist, name, counting)
-        return counter
-
-    def __exit__(self, *_: Any) -> None:
-        for name, call in self.before.items():
-            setattr(dist, name, call)
-
-
-def ranks_worker(folder: str) -> dict[str, Any]:
-    return in_ranks(int(os.environ["RANK"]), folder)
+from tests.monitor_runs import EVERY, STEPS, Kept, Lit, things
+from tests.test_step import micro_batches
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("monitor"))
-    return run_ranks("tests.test_rank_monitor:ranks_worker", 2, folder=folder, timeout=150)
+    return run_ranks("tests.monitor_runs:ranks_worker", 2, folder=folder, timeout=150)
 
 
 @pytest.mark.parametrize("name", ["ddp, data", "mesh, data"])
@@ -366,6 +181,70 @@ def test_one_process_and_any_module(tmp_path: Path) -> None:
     for _, row in kept.rows:
         assert 20 <= row["monitor/compute_ms_max"] <= row["monitor/step_ms"]
         assert row["monitor/data_wait_ms_max"] < row["monitor/step_ms"] - 20
+
+
+class Fails(Callback):
+    """In the fourth step."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        if trainer.global_step == 3:
+            assert things(module)
+            raise RuntimeError("here")
+
+
+def test_an_exception_leaves_nothing_installed(tmp_path: Path) -> None:
+    lit, rows = Lit(), micro_batches(8)
+    trainer = L.Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", max_steps=8, logger=False, callbacks=[RankMonitor(4), Fails()],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    fetchers: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        leave = monitor._Fetches.leave
+        patch.setattr(monitor._Fetches, "leave", lambda self: (fetchers.append(self._fetcher), leave(self))[1])
+        with pytest.raises(RuntimeError, match="here"):
+            trainer.fit(lit, DataLoader(rows, batch_size=None))
+    assert things(lit) == []
+    assert "on_start" not in fetchers[0]._start_profiler.__qualname__
+
+
+class Clock:
+    """Counts 10 ms from stamp to stamp, of which the device has not come to the last ones."""
+
+    def __init__(self, reached: int) -> None:
+        self.stamp, self.reached = 0, reached
+
+    def now(self) -> int:
+        self.stamp += 1
+        return self.stamp
+
+    def ms(self, stretch: tuple[int, int]) -> float | None:
+        return 10.0 * (stretch[1] - stretch[0]) if stretch[1] <= self.reached else None
+
+
+def test_steps_that_the_device_is_not_through_with_are_left_out() -> None:
+    timer = ForwardTimer(torch.nn.Module(), torch.device("cpu"))
+    block, wait = timer._timed(lambda call: call() and None), timer._waiting(lambda: True)
+    for reached, expected in ((11, 25.0), (10, 20.0), (4, math.nan)):
+        timer.clock = Clock(reached)  # type: ignore[assignment]
+        timer.begin(0)  # stamp 1
+        block(wait)  # 2 to 5, of which 3 to 4 waits
+        timer.end()
+        timer.begin(1)  # 7
+        block(lambda: [timer.clock.now(), timer.clock.now()])  # 8 to 11
+        timer.end()
+        assert timer.take() == pytest.approx(expected, nan_ok=True)
+    assert math.isnan(timer.take())
+
+
+def test_long_accumulation_is_sampled() -> None:
+    timer = ForwardTimer(torch.nn.Module(), torch.device("cpu"))
+    timer.clock = Clock(10**6)  # type: ignore[assignment]
+    for _ in range(16):
+        timer.begin(7)
+        timer.end()
+    assert timer.clock.stamp == 2 * 4
+    assert timer.take() == pytest.approx(16 * 10.0)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,16 @@ def test_it_refuses_other_profilers(tmp_path: Path) -> None:
         fit("memory://run", capture())
 
 
+def test_a_profiler_that_begins_meanwhile_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    # One is there before the window is made ready, one comes between that and its first step.
+    for start, begin in ((3, 2), (1, 1)):
+        run = fit(tmp_path, At(begin, other.start), At(5, other.stop), capture(start=start), steps=7)
+        assert run.global_step == 7
+    assert not files(tmp_path)
+    assert caplog.text.count("is not recorded: another torch profiler runs") == 2
+
+
 def test_a_validation_that_fails_leaves_the_steps_before_it(tmp_path: Path) -> None:
     class Fails(Callback):
         def on_validation_batch_end(self, *args: Any) -> None:

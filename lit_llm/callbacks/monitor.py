@@ -126,8 +126,12 @@ class RankMonitor(Callback):
         if (found := self._read.take(wait=True)) is not None:
             self._compare(trainer, *found)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves nothing behind; Lightning calls no teardown then."""
+        self.teardown(trainer, pl_module, "fit")
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leaves nothing behind, however the run has ended."""
+        """Leaves nothing behind."""
         if self._timer is not None:
             self._timer.remove()
         self._timer = None

@@ -74,6 +74,8 @@ class Recording:
 
     def _start(self) -> None:
         try:
+            if torch.autograd._profiler_enabled():
+                raise RuntimeError("another torch profiler runs")
             if self._memory is not None:
                 self._memory.start()
             self._profiler.start_trace()
@@ -110,6 +112,9 @@ class Recording:
         except Exception as error:
             _log.warning("%s/%s: no trace was written: %s", self.folder, file_name(self._rank), _line(error))
             return None
+        finally:
+            if self._memory is not None:
+                self._memory.stop()
 
     def _write(self, hurry: bool) -> Packing | None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +125,7 @@ class Recording:
         if self._memory is not None:
             self._memory.dump(self.folder)
         raw = packed.with_name(f".{packed.stem}.partial")
-        self._profiler.export_chrome_trace(str(raw))
+        self._profiler.export_chrome_trace(str(raw))  # in a thread it would hold up the others just as long
         self._profiler.profiler = None  # its events take as much memory as the file
         if not is_whole(raw):
             raw.unlink(missing_ok=True)

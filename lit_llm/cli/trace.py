@@ -40,10 +40,10 @@ def run(args: Namespace) -> int:
     from lit_llm.trace.analysis import analyze
     from lit_llm.trace.conditions import Condition
     from lit_llm.trace.diff import compare
-    from lit_llm.trace.html import page
-    from lit_llm.trace.json_report import to_json, write_json
-    from lit_llm.trace.terminal import render, render_difference
-    from lit_llm.trace.writing import write_text
+    from lit_llm.trace.diff_terminal import render_difference
+    from lit_llm.trace.html import write_html
+    from lit_llm.trace.json_report import write_json
+    from lit_llm.trace.terminal import render
 
     condition = None if args.fail_on is None else Condition(args.fail_on)
     if args.processes is not None and args.processes < 1:
@@ -51,9 +51,8 @@ def run(args: Namespace) -> int:
     for option in ("json", "html"):
         file = getattr(args, option)
         if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
-            raise UserError(
-                f"--{option} {file}: {'is a folder' if Path(file).is_dir() else 'its folder does not exist'}; name a file"
-            )
+            wrong = "is a folder" if Path(file).is_dir() else "its folder does not exist"
+            raise UserError(f"--{option} {file}: {wrong}; name a file")
     analysis = analyze(args.paths, processes=args.processes, timeline=args.html is not None)
     difference = None
     if args.against is not None:
@@ -63,9 +62,9 @@ def run(args: Namespace) -> int:
     if difference is not None:
         render_difference(difference, console)
     if args.json is not None:
-        write_json(args.json, to_json(analysis, difference))
+        write_json(analysis, args.json, difference)
     if args.html is not None:
-        write_text(args.html, page(analysis, difference))
+        write_html(analysis, args.html, difference)
     for file in filter(None, (args.json, args.html)):
         console.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
     if condition is not None and (why := condition.holds(analysis)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class Events:
     def __len__(self) -> int:
         return len(self.start)
 
-    @property
+    @cached_property
     def end(self) -> Ints:
         """ns."""
         return self.start + self.duration

@@ -11,15 +11,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lit_llm.trace import look, units
+from lit_llm.trace.diff_html import difference_context
 from lit_llm.trace.look import Part
 from lit_llm.trace.pictures import HeatRow, Row, heat_map, legend, scale, stacked_bars
-from lit_llm.trace.results import Analysis, Rank
+from lit_llm.trace.results import Analysis, Difference, Rank
 from lit_llm.trace.timeline_picture import draw
 from lit_llm.trace.writing import write_text
 
 
-def page(analysis: Analysis) -> str:
-    """The report as a self-contained HTML page: pictures are inline SVG, the script is only for comfort."""
+def page(analysis: Analysis, difference: Difference | None = None) -> str:
+    """The report as a self-contained HTML page: pictures are inline SVG, the script is only for comfort.
+
+    With a ``difference`` it begins with what changed.
+    """
     environment = Environment(
         loader=PackageLoader("lit_llm.trace", "templates"),
         autoescape=True,
@@ -28,16 +32,18 @@ def page(analysis: Analysis) -> str:
         lstrip_blocks=True,
     )
     environment.globals.update(units=units, look=look)
-    return environment.get_template("page.html.j2").render(_context(analysis, environment))
+    return environment.get_template("page.html.j2").render(
+        _context(analysis, environment), difference=difference_context(difference)
+    )
 
 
-def write_html(analysis: Analysis, path: str | Path) -> Path:
+def write_html(analysis: Analysis, path: str | Path, difference: Difference | None = None) -> Path:
     """Writes :func:`page` to ``path``, whole or not at all.
 
     Raises:
         UserError: where nothing can be written there.
     """
-    return write_text(path, page(analysis))
+    return write_text(path, page(analysis, difference))
 
 
 def _context(analysis: Analysis, environment: Environment) -> dict[str, Any]:

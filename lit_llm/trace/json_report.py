@@ -7,16 +7,29 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lit_llm.trace.results import Analysis, CollectiveKind, FsdpLayer, Gap, Kernel, Rank, Split, Step, Verdict
+from lit_llm.trace.diff_json import difference_json
+from lit_llm.trace.results import (
+    Analysis,
+    CollectiveKind,
+    Difference,
+    FsdpLayer,
+    Gap,
+    Kernel,
+    Rank,
+    Split,
+    Step,
+    Verdict,
+)
 from lit_llm.trace.writing import write_text
 
 
-def to_json(analysis: Analysis) -> dict[str, Any]:
+def to_json(analysis: Analysis, difference: Difference | None = None) -> dict[str, Any]:
     """``analysis`` as what :func:`json.dumps` takes.
 
     Times are floats in microseconds (fields ``*_us``) with three decimals, that is, every nanosecond, so that the parts
     of a window add up. What a trace can't tell is None (null), never 0. ``share`` and ``early`` are between 0 and 1,
     ``bandwidth`` is in bytes per second, ``start_us`` counts from the first step of any rank.
+    With a ``difference`` there is the field of that name: see :func:`~lit_llm.trace.diff_json.difference_json`.
     """
     origin = min((step.start for rank in analysis.ranks for step in rank.steps), default=0)
     straggler = analysis.straggler
@@ -40,16 +53,17 @@ def to_json(analysis: Analysis) -> dict[str, Any]:
         },
         "verdicts": [_verdict(verdict) for verdict in analysis.verdicts],
         "health": [{"rank": health.rank, "message": health.message} for health in analysis.health],
+        **({} if difference is None else {"difference": difference_json(difference)}),
     }
 
 
-def write_json(analysis: Analysis, path: str | Path) -> Path:
+def write_json(analysis: Analysis, path: str | Path, difference: Difference | None = None) -> Path:
     """Writes :func:`to_json` to ``path``, whole or not at all.
 
     Raises:
         UserError: where nothing can be written there.
     """
-    return write_text(path, json.dumps(to_json(analysis), indent=1, allow_nan=False) + "\n")
+    return write_text(path, json.dumps(to_json(analysis, difference), indent=1, allow_nan=False) + "\n")
 
 
 def _us(ns: float | None) -> float | None:

@@ -235,3 +235,125 @@ class Analysis:
     missing_ranks: list[int] = field(default_factory=list)
     seconds: float = 0.0
     """That reading and analysing took."""
+
+
+# What changed between two runs
+
+
+@dataclass
+class Figure:
+    """One figure of two runs; None is what one of them can't tell."""
+
+    before: float | None
+    after: float | None
+    noise: float | None = None
+    """A change up to this says nothing; None: it can't be told."""
+
+    @property
+    def change(self) -> float | None:
+        """Above 0 where it grew."""
+        return None if self.before is None or self.after is None else self.after - self.before
+
+    @property
+    def ratio(self) -> float | None:
+        """The change as a share of what was before."""
+        return None if self.change is None or not self.before else self.change / self.before
+
+    @property
+    def clear(self) -> bool | None:
+        """Whether the change is beyond the noise."""
+        return None if self.change is None or self.noise is None else abs(self.change) > self.noise
+
+
+@dataclass
+class RankChange:
+    """A part of one rank's step that changed unlike the other ranks'."""
+
+    rank: int
+    part: str
+    """As in ``Difference.parts``."""
+    time: Figure
+
+
+@dataclass
+class KernelChange:
+    """A kernel (on a CPU trace: an op), a step and rank."""
+
+    name: str
+    """After; before where it is gone."""
+    status: Literal["same", "alike", "new", "gone", "unlisted"]
+    """``alike``: its name differs in numbers or template arguments. ``unlisted``: one of the runs has it not among its
+    longest, which says little; ``new`` and ``gone``: and it can have taken next to nothing there."""
+    calls: Figure
+    mean: Figure
+    total: Figure
+    name_before: str | None = None
+    """Where it is another."""
+    at_most: float | None = None
+    """ns a step and rank that it can have taken in the run that does not list it."""
+
+    @property
+    def change(self) -> float:
+        """ns a step and rank; of one that a run does not list, what it must have changed by at least."""
+        before, after, most = self.total.before, self.total.after, self.at_most or 0.0
+        if before is None or after is None:
+            return max((after or 0) - most, 0.0) if before is None else min(most - before, 0.0)
+        return after - before
+
+    @property
+    def clear(self) -> bool | None:
+        """Whether it changed by more than the noise."""
+        return None if self.total.noise is None else abs(self.change) > self.total.noise
+
+
+@dataclass
+class CollectiveChange:
+    """The collectives of a kind, a step and rank."""
+
+    kind: str
+    count: Figure
+    bytes: Figure
+    total: Figure
+    exposed: Figure
+
+
+@dataclass
+class LayerChange:
+    """The all-gathers of an FSDP unit, a step and rank."""
+
+    layer: str
+    gather: Figure
+    exposed: Figure
+    early: Figure
+
+
+@dataclass
+class Difference:
+    """Two runs side by side: one before, one after. Times are ns a step."""
+
+    before: str
+    """Source of the first run."""
+    after: str
+    device: Literal["gpu", "cpu"] | None
+    """None: they ran on different kinds."""
+    summary: str
+    """What became of the step and why, in a sentence or two."""
+    step: Figure
+    parts: dict[str, Figure]
+    """Of the step, by the keys of :data:`lit_llm.trace.look.LABELS`, in the order of drawing."""
+    exposed: Figure
+    """Communication that nothing hides, which ``parts`` has in pieces."""
+    hidden: Figure
+    """Communication behind compute, which takes no part of the step."""
+    ranks: list[RankChange] = field(default_factory=list)
+    kernels: list[KernelChange] = field(default_factory=list)
+    """The largest changes first."""
+    collectives: list[CollectiveChange] = field(default_factory=list)
+    layers: list[LayerChange] = field(default_factory=list)
+    new: list[Verdict] = field(default_factory=list)
+    """Verdicts above info, and none such before."""
+    gone: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What makes the runs hard to compare."""
+    method: str = ""
+    """What the figures are, and what counts as noise."""

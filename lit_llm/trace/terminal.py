@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lit_llm.trace import look, units
+from lit_llm.trace.printing import Printer
 from lit_llm.trace.results import Analysis, Rank, Verdict
 
 STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "bold cyan"}
@@ -31,7 +31,6 @@ GLYPHS = {
     "optimizer": "o",
 }
 """A bar's letters: a plain terminal has no colours."""
-ASCII = {"█": "#", "▓": "=", "▒": "w", "·": "."}
 COLOURS = {"█": "blue", "▓": "yellow", "▒": "red", "m": "magenta", "o": "magenta", "d": "green"}
 WORDS = {
     "█": "compute",
@@ -51,11 +50,10 @@ def render(analysis: Analysis, console: Console) -> None:
     _Report(analysis, console).print()
 
 
-class _Report:
+class _Report(Printer):
     def __init__(self, analysis: Analysis, console: Console) -> None:
+        super().__init__(console)
         self.analysis = analysis
-        self.console = console
-        self.ascii = console.options.ascii_only
         self.ranks = sorted(analysis.ranks, key=lambda rank: rank.rank)
         self.gpu = any(rank.device == "gpu" for rank in self.ranks)
 
@@ -75,24 +73,6 @@ class _Report:
         for item in analysis.health:
             self._line(("" if item.rank is None else f"rank {item.rank}: ") + item.message, indent=2)
 
-    def _safe(self, text: str) -> str:
-        """``text`` that can't move the cursor, and that the output's encoding has letters for."""
-        text = units.clean(text)
-        if not self.ascii:
-            return text
-        for fancy, plain in (("–", "-"), ("…", "..."), ("µ", "u"), ("±", "+-"), *ASCII.items()):
-            text = text.replace(fancy, plain)
-        return text.encode("ascii", "replace").decode()
-
-    def _line(self, text: str, style: str = "", indent: int = 0) -> None:
-        lines = Text(self._safe(text)).wrap(self.console, max(self.console.width - indent, 20))
-        for line in lines:
-            self.console.print(Text(" " * indent) + Text(line.plain.rstrip(), style=style), soft_wrap=True)
-
-    def _heading(self, text: str) -> None:
-        self.console.print()
-        self._line(text, "bold")
-
     def _verdict(self, verdict: Verdict) -> None:
         self.console.print()
         head = Text(verdict.severity.upper(), style=STYLES[verdict.severity])
@@ -106,20 +86,6 @@ class _Report:
             self._line(verdict.evidence, "dim", indent=2)
         if verdict.advice:
             self._line(f"What to do: {verdict.advice}", indent=2)
-
-    def _table(self, columns: Iterable[str], rows: Iterable[Sequence[str | Text]], *, names: int = 0) -> None:
-        """``names``: the column that gives way where the width does not suffice."""
-        table = Table(box=None, pad_edge=False, padding=(0, 1), show_edge=False, header_style="dim")
-        for number, column in enumerate(columns):
-            table.add_column(
-                self._safe(column),
-                justify="left" if number == names else "right",
-                no_wrap=True,
-                overflow="crop" if self.ascii else "ellipsis",
-            )
-        for row in rows:
-            table.add_row(*(cell if isinstance(cell, Text) else Text(self._safe(cell)) for cell in row))
-        self.console.print(table)
 
     def _rank_table(self) -> None:
         if not self.ranks:

@@ -45,6 +45,18 @@ def percent(value: float | None) -> str:
     return f"{value:.0f}%" if abs(value) >= 9.95 else f"{value:.1f}%"
 
 
+def signed(ns: float | None) -> str:
+    """A change of a time: ``+4.12 ms``."""
+    return f"+{duration(ns)}" if ns is not None and ns > 0 else duration(ns)
+
+
+def signed_percent(value: float | None) -> str:
+    """A change in percent: ``+3.2%``."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{100 * value:+.0f}%" if abs(value) >= 0.0995 else f"{100 * value:+.1f}%"
+
+
 def size(count: float | None) -> str:
     """Bytes in decimal units: ``1.2 GB``."""
     return _scaled(count, (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12), ("PB", 1e15)))
