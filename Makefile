@@ -30,12 +30,14 @@ setup-dev: $(VENV)/.setup-dev
 demo: setup
 	$(BIN)/lit-llm prepare python-stdlib --output $(DEMO)/store --vocab_size 2048
 	$(BIN)/lit-llm fit --config configs/demo.yaml --trainer.default_root_dir $(DEMO) --data.store $(DEMO)/store
+	$(BIN)/lit-llm trace $(DEMO) --html $(DEMO)/trace.html
 	$(BIN)/lit-llm predict --config configs/demo.yaml --trainer.default_root_dir $(DEMO) --ckpt_path last
 	@$(BIN)/python -c "import json; [print('-' * 72, r['prompt'] + r['completion'], sep='\n') \
 	  for r in map(json.loads, open('$(DEMO)/predictions.jsonl'))]"
 	@echo "------------------------------------------------------------------------"
 	@echo "run:             $(DEMO) (checkpoints/, config.yaml; tensorboard --logdir $(DEMO)/logs)"
 	@echo "generated text:  $(DEMO)/predictions.jsonl"
+	@echo "a few steps:     $(DEMO)/trace.html (where their time went; again: lit-llm trace $(DEMO))"
 
 test: setup-dev
 	$(BIN)/python -m pytest

@@ -25,6 +25,7 @@ SMALLER = {
     "max_steps=300": "max_steps=2",
     "max_steps 20": "max_steps 2",
     "max_steps 30": "max_steps 3",
+    "callbacks.start 10": "callbacks.start 0",
     'config="3m"': 'config="1m"',
 }
 
@@ -50,7 +51,7 @@ def test_the_readme_runs(folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     commands = [block for block in blocks("bash") if "make " not in block]
-    assert len(commands) == 9
+    assert len(commands) == 10
     script = "\n".join(["set -e", *commands, "cat > readme.py <<'EOF'", *blocks("python"), "EOF", "python readme.py"])
     for old, new in SMALLER.items():
         assert old in script, f"the README no longer says {old!r}"
@@ -58,6 +59,8 @@ def test_the_readme_runs(folder: Path) -> None:
     done = subprocess.run(["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len((folder / "runs/mine/predictions.jsonl").read_text().splitlines()) == 2
+    assert len(list((folder / "runs/traced/traces/step-000001").glob("rank-*.json.gz"))) == 2
+    assert "<svg" in (folder / "runs/traced/trace.html").read_text(encoding="utf-8")
 
 
 def test_the_readme_names_only_files_that_exist() -> None:

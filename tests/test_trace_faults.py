@@ -20,7 +20,7 @@ RUN: dict[str, Any] = {"ranks": 8, "steps": 4}
 
 def _analysed(folder: Path, **fields: Any) -> Analysis:
     write_set(folder, **{**RUN, **fields})
-    return analyze(folder, timeline=False)
+    return analyze(folder)
 
 
 def _grave(analysis: Analysis) -> list[Verdict]:
@@ -126,7 +126,7 @@ def _cut(file: Path, share: float) -> None:
 def test_a_cut_rank_is_marked_and_judged_no_more(tmp_path: Path) -> None:
     write_set(tmp_path, **RUN, slow_rank={3: 1.25})
     _cut(tmp_path / "rank-00002.json.gz", 0.8)
-    found = analyze(tmp_path)
+    found = analyze(tmp_path, timeline=True)
     assert [one.rank for one in found.ranks if one.truncated] == [2]
     assert found.straggler is not None
     assert found.straggler.rank == 3
@@ -211,6 +211,6 @@ def test_nothing_to_read_is_one_line(tmp_path: Path, content: str | None) -> Non
 def test_processes_give_the_same_as_one(tmp_path: Path) -> None:
     write_set(tmp_path, **RUN, slow_rank={3: 1.25})
     (tmp_path / "rank-00006.json.gz").write_bytes(b'{"traceEvents": 5')
-    one, two = analyze(tmp_path, processes=1), analyze(tmp_path, processes=2)
+    one, two = (analyze(tmp_path, processes=number, timeline=True) for number in (1, 2))
     one.seconds = two.seconds = 0.0
     assert one == two

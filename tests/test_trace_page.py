@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from lit_llm.trace.diff import compare
 from lit_llm.trace.html import page, write_html
 from lit_llm.trace.pictures import Row, round_step, stacked_bars
 from lit_llm.trace.results import Analysis, Lane, RankTimeline, Span, Timeline
 from lit_llm.trace.timeline_picture import BUDGET, draw, merged
 from lit_llm.trace.units import duration
 from tests.browser import CHROMIUM, DRIVER, Browser, browser
-from tests.trace_samples import LONG, cpu_pair, gpus
+from tests.trace_samples import LONG, MS, cpu_pair, gpus
 
 SAMPLES = {"2": cpu_pair, "8": lambda: gpus(8), "128": lambda: gpus(128)}
 
@@ -122,6 +123,30 @@ def test_pictures_of_odd_sizes_do_not_crowd(chromium: Browser, tmp_path: Path) -
             chromium.open(path)
             assert chromium.run(OVERLAPS)[1] == []
             assert chromium.run("return document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu", "both"])
+def test_difference_in_a_browser(chromium: Browser, tmp_path: Path, kind: str) -> None:
+    after = cpu_pair() if kind == "cpu" else gpus(8)
+    base = gpus(8, slow=99) if kind == "gpu" else cpu_pair()
+    base.source = "runs/" + "before-" * 30 + "<b>"
+    for layer in after.fsdp_layers:
+        layer.exposed += 900 * MS
+    for number, kernel in enumerate(after.top_kernels):
+        kernel.total *= 2 + number
+        kernel.name = kernel.name + "_long" * number * 5 if number % 2 else kernel.name
+    path = write_html(after, tmp_path / "page.html", compare(after, base))
+    for width, dark in ((1440, False), (800, True)):
+        chromium.look(width, dark=dark)
+        chromium.open(path)
+        assert chromium.run("return document.querySelectorAll('#difference table').length") >= 2
+        assert chromium.run("return document.documentElement.scrollWidth") <= width
+        assert chromium.run(OVERLAPS)[1] == []
+        assert chromium.run(CONTRAST) == []
+        # No table is wider than its place, so that nothing must be scrolled sideways to be seen.
+        wide = "return [...document.querySelectorAll('#difference .scroll')].map((n) => n.scrollWidth - n.clientWidth)"
+        assert max(chromium.run(wide)) <= 1
+    assert chromium.log("browser") == []
 
 
 def test_page_shows_tips_and_zooms(chromium: Browser, pages: dict[str, Path]) -> None:

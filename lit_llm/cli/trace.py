@@ -53,18 +53,20 @@ def run(args: Namespace) -> int:
         if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
             wrong = "is a folder" if Path(file).is_dir() else "its folder does not exist"
             raise UserError(f"--{option} {file}: {wrong}; name a file")
+    if args.json is not None and args.html is not None and Path(args.json).absolute() == Path(args.html).absolute():
+        raise UserError(f"--json and --html are both {args.json}; name two files")
     analysis = analyze(args.paths, processes=args.processes, timeline=args.html is not None)
     difference = None
     if args.against is not None:
-        difference = compare(analysis, analyze(args.against, processes=args.processes, timeline=False))
+        difference = compare(analysis, analyze(args.against, processes=args.processes))
+    if args.json is not None:  # first, as the reader of the report may have gone before its end
+        write_json(analysis, args.json, difference)
+    if args.html is not None:
+        write_html(analysis, args.html, difference)
     console = Console()
     render(analysis, console)
     if difference is not None:
         render_difference(difference, console)
-    if args.json is not None:
-        write_json(analysis, args.json, difference)
-    if args.html is not None:
-        write_html(analysis, args.html, difference)
     for file in filter(None, (args.json, args.html)):
         console.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
     if condition is not None and (why := condition.holds(analysis)) is not None:

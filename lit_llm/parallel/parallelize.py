@@ -76,6 +76,10 @@ def shard(model: Transformer, sharding: Sharding) -> None:
         _fully_shard(block, sharding, reshard_after_forward=sharding.reshard_after_forward)
     _fully_shard(model, sharding, reshard_after_forward=False)
     _prefetch(model, list(model.layers), sharding.prefetch)
+    # On a CPU the host waits for a gather where it calls for it, and nothing overlaps, unless told otherwise.
+    unshard_async: Any = getattr(model, "_set_unshard_async_op", None)
+    if sharding.prefetch and sharding.mesh.device_type == "cpu" and unshard_async is not None:
+        unshard_async(True)
 
 
 def shard_module(module: nn.Module, sharding: Sharding) -> None:

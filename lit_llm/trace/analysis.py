@@ -28,7 +28,7 @@ _DRAWN = 4
 
 
 def analyze(
-    paths: str | Path | Sequence[str | Path], *, processes: int | None = None, timeline: bool = True
+    paths: str | Path | Sequence[str | Path], *, processes: int | None = None, timeline: bool = False
 ) -> Analysis:
     """Reads the traces of one window and says what is wrong, rank by rank.
 

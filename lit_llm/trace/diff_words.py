@@ -49,7 +49,7 @@ def summarize(found: Difference) -> str:
     if step.clear:
         first = f"A step takes {length}" + (f": {told}" if told else f" ({between})")
         if found.parts and sum(change for _, change in named) / step.change < 0.5:
-            first += f"{'; most of it' if told else ', which'} can't be told from the noise of its parts"
+            first += f", and no {'other ' if told else ''}part changed beyond its noise"
     elif told or details:
         first = same + (f", but: {told}" if told else "")
     else:

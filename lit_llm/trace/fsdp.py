@@ -12,7 +12,7 @@ import numpy as np
 from lit_llm.trace import kinds
 from lit_llm.trace.collectives import Collectives
 from lit_llm.trace.columns import Category, Ints, RankTrace
-from lit_llm.trace.marks import Marks
+from lit_llm.trace.intervals import covered
 
 ROOT = "(root)"
 
@@ -42,8 +42,14 @@ class Gathers:
         return len(self.unit)
 
 
-def gathers_of(trace: RankTrace, marks: Marks, collectives: Collectives) -> Gathers:
-    """Joins the annotations with the collectives that were called for inside them."""
+def gathers_of(trace: RankTrace, collectives: Collectives, exposed: Ints) -> Gathers:
+    """Joins the annotations with the collectives that were called for inside them.
+
+    Args:
+        trace: of the rank.
+        collectives: of the rank.
+        exposed: (n, 2) when communication ran that no compute hid.
+    """
     events = trace.events
     units: dict[int, tuple[str, str]] = {}
     for place, name in enumerate(trace.names):
@@ -65,6 +71,7 @@ def gathers_of(trace: RankTrace, marks: Marks, collectives: Collectives) -> Gath
     rows: list[tuple[int, ...]] = []
     names: dict[str, int] = {}
     seen: dict[tuple[int, bool], list[str]] = {}
+    bare = covered(exposed, collectives.begin, collectives.end)
     starts = np.array([span[0] for span in gathers], dtype=np.int64)
     turn_starts = np.array([turn[0] for turn in turns], dtype=np.int64)
     for place in np.flatnonzero(is_gather & (collectives.launched >= 0)).tolist():
@@ -82,10 +89,8 @@ def gathers_of(trace: RankTrace, marks: Marks, collectives: Collectives) -> Gath
         first = not before or before == [ROOT]
         before.append(unit)
         flags = (names.setdefault(unit, len(names)), backward, not own, first, step)
-        rows.append(
-            (*flags, *(int(column[place]) for column in (collectives.begin, collectives.end, collectives.exposed)))
-        )
+        rows.append((*flags, *(int(column[place]) for column in (collectives.begin, collectives.end, bare))))
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 8).T
-    unit_column, in_backward, early, is_first, steps, begins, ends, exposed = table
+    unit_column, in_backward, early, is_first, steps, begins, ends, open_ns = table
     truth = (in_backward.astype(bool), early.astype(bool), is_first.astype(bool))
-    return Gathers(list(names), unit_column, truth[0], truth[1], truth[2], steps, begins, ends, exposed)
+    return Gathers(list(names), unit_column, truth[0], truth[1], truth[2], steps, begins, ends, open_ns)

@@ -43,6 +43,7 @@ LOADER = re.compile(r"^enumerate\(DataLoader\)")
 OPTIMIZER = re.compile(r"^Optimizer\.step#|^optimizer$")
 FORWARD_BACKWARD = re.compile(r"^(?:forward|backward)$")
 STEP = re.compile(r"^ProfilerStep\s*#\s*(\d+)$")
+AROUND = re.compile(r"^autograd::engine::evaluate_function")
 ENQUEUE = re.compile(r"^c10d::")
 UNIT = re.compile(r"^FSDP::(\w+) ?(?:\((.*)\)|for (.*))?$")
 

@@ -146,7 +146,7 @@ def _gpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
         step_splits=steps,
         collectives=collectives,
         exposed=exposed,
-        gathers=gathers_of(trace, marks, collectives),
+        gathers=gathers_of(trace, collectives, exposed),
         idle=idle,
         table=gpu_table(trace, np.flatnonzero(is_compute)),
         work={
@@ -169,6 +169,8 @@ def _cpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
     enqueues = kinds.matching(trace.names, kinds.ENQUEUE.match)[events.name] & (category == Category.CPU_OP)
     main_ops = (category == Category.CPU_OP) & (events.thread == marks.thread) & ~enqueues
     compute = union(start[main_ops], end[main_ops])
+    # FSDP's hooks in the backward run, and wait, inside an op that is open around each node of the graph.
+    inner = main_ops & ~kinds.matching(trace.names, kinds.AROUND.match)[events.name]
     comm = union(start[runs], end[runs])
     exposed = subtract(comm, compute)
 
@@ -192,7 +194,7 @@ def _cpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
         step_splits=steps,
         collectives=collectives,
         exposed=exposed,
-        gathers=gathers_of(trace, marks, collectives),
+        gathers=gathers_of(trace, collectives, subtract(comm, union(start[inner], end[inner]))),
         idle=None,
         table=op_table(trace, np.flatnonzero(main_ops)),
         work={

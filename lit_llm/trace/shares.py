@@ -110,13 +110,14 @@ def prefetch(ranks: Sequence[RankSummary], layers: Sequence[FsdpLayer]) -> Verdi
     )
     early = [one.early for one, _, _ in bare if one.early is not None]
     if early:
-        evidence += f"; {percent(float(np.mean(early)))} of these units' gathers were called for early"
+        asked = float(np.mean(early))
+        evidence += f"; {percent(asked) if asked else 'none'} of these units' gathers were called for before their turn"
     advice = (
         "Set trainer.strategy.prefetch to 1 or more, keep what is large gathered (reshard_after_forward false), or "
         "raise data.micro_batch_size so that a layer computes longer than the next takes to arrive."
     )
     message = f"The gather of {names} does not hide behind the compute before it: {percent(share)} of a step"
-    grave = gpu and share >= (0.02 if odd else 0.05)
+    grave = gpu and share >= (0.01 if odd else 0.05)
     return Verdict("prefetch_missing", "warning" if grave else "info", [], message, evidence, advice)
 
 
