@@ -16,13 +16,10 @@ from lit_llm.trace.analysis import analyze
 from lit_llm.trace.conditions import FIGURES, Condition
 from tests.synthetic_traces import write_set
 
-_SPLIT = "compute_us comm_exposed_us comm_hidden_us mem_exposed_us idle_us dataloader_us".split()
-RANK = {
-    *_SPLIT,
-    *"rank file host device truncated clock_offset_us steps window_us comm_waiting_us comm_transfer_us".split(),
-    *"idle_by_cause optimizer_us".split(),
-}
-STEP = {*_SPLIT, "step", "duration_us"}
+_SPLIT = {"compute_us", "comm_exposed_us", "comm_hidden_us", "mem_exposed_us", "idle_us", "dataloader_us"}
+_RANK = {"rank", "file", "host", "device", "truncated", "clock_offset_us", "steps", "window_us", "idle_by_cause"}
+RANK = _SPLIT | _RANK | {"comm_waiting_us", "comm_transfer_us", "optimizer_us"}
+STEP = _SPLIT | {"step", "duration_us"}
 ROWS = {
     "collectives": {"kind", "count", "total_us", "exposed_us", "hidden_us", "bytes"},
     "fsdp_layers": {"layer", "gather_us", "hidden_us", "exposed_us"},
