@@ -11,7 +11,7 @@ import numpy as np
 from lit_llm.errors import UserError
 from lit_llm.trace.file_set import FileFacts, check_set, ranges
 from lit_llm.trace.finding import find
-from lit_llm.trace.intervals import covered, length
+from lit_llm.trace.intervals import covered, intersect, length
 from lit_llm.trace.lags import Lags, find_lags
 from lit_llm.trace.matching import Clock, clocks, match
 from lit_llm.trace.per_rank import RankSummary, summarize
@@ -115,7 +115,7 @@ def combine(ranks: Sequence[RankSummary], *, world_size: int | None = None, miss
 def _rank(one: RankSummary, place: int, lags: Lags, clock: Clock, several: bool) -> Rank:
     assert one.rank is not None
     row_of = {step: row for row, step in enumerate(lags.steps)}
-    waiting = lags.waiting[place]
+    waiting = intersect(lags.waiting[place], one.exposed)
     compared = several and bool((lags.waits[:, place] >= 0).any() or len(waiting))
     shift = clock.offset if clock.applied and clock.offset is not None else 0
     whole = one.split

@@ -50,7 +50,7 @@ def find_lags(ranks: Sequence[RankSummary], matches: Sequence[Match], clocks: Se
     waiting = []
     for one_rank, rows in zip(ranks, spans, strict=True):
         both = np.array(rows, dtype=np.int64).reshape(-1, 2)
-        waiting.append(intersect(one_rank.exposed, union(both[:, 0], both[:, 1])))
+        waiting.append(intersect(one_rank.bare, union(both[:, 0], both[:, 1])))
     steps = sorted(lag)
     row_of = {step: row for row, step in enumerate(steps)}
     waits = np.full((len(steps), len(ranks)), -1, dtype=np.int64)

@@ -48,6 +48,8 @@ class RankSummary:
     collectives: Collectives
     exposed: Ints
     """(n, 2) communication that nothing hides."""
+    bare: Ints
+    """(n, 2) the same, but on a CPU also where an op that is open only waits: what a late rank is told by."""
     gathers: Gathers
     idle: Idle | None
     table: Table
@@ -146,6 +148,7 @@ def _gpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
         step_splits=steps,
         collectives=collectives,
         exposed=exposed,
+        bare=exposed,
         gathers=gathers_of(trace, collectives, exposed),
         idle=idle,
         table=gpu_table(trace, np.flatnonzero(is_compute)),
@@ -169,9 +172,11 @@ def _cpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
     enqueues = kinds.matching(trace.names, kinds.ENQUEUE.match)[events.name] & (category == Category.CPU_OP)
     main_ops = (category == Category.CPU_OP) & (events.thread == marks.thread) & ~enqueues
     compute = union(start[main_ops], end[main_ops])
+    comm = union(start[runs], end[runs])
     # FSDP's hooks in the backward run, and wait, inside an op that is open around each node of the graph.
     inner = main_ops & ~kinds.matching(trace.names, kinds.AROUND.match)[events.name]
-    comm = union(start[runs], end[runs])
+    worked = union(start[inner], end[inner])
+    bare = subtract(comm, worked)
     exposed = subtract(comm, compute)
 
     def split(a: int | None, b: int | None) -> Split:
@@ -183,8 +188,8 @@ def _cpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
     _host_times(marks, whole, steps)
     of_step = marks.step_of(start[main_ops])
     collectives = on_cpu(trace, np.flatnonzero(enqueues), np.flatnonzero(runs), marks, exposed)
-    ops, data = marks.per_step(compute), marks.per_step(marks.data)
-    known = marks.per_step(join(compute, exposed, collectives.waits(), marks.data))
+    ops, data = marks.per_step(worked), marks.per_step(marks.data)
+    known = marks.per_step(join(worked, bare, collectives.waits(), marks.data))
     rest = marks.windows[:, 1] - marks.windows[:, 0] - known
     return RankSummary(
         **common,
@@ -194,7 +199,8 @@ def _cpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
         step_splits=steps,
         collectives=collectives,
         exposed=exposed,
-        gathers=gathers_of(trace, collectives, subtract(comm, union(start[inner], end[inner]))),
+        bare=bare,
+        gathers=gathers_of(trace, collectives, bare),
         idle=None,
         table=op_table(trace, np.flatnonzero(main_ops)),
         work={

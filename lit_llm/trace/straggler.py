@@ -81,9 +81,9 @@ def find_straggler(ranks: Sequence[RankSummary], lags: Lags) -> Finding | None:
         cause = _cause(ranks, place, alike, int(middle[place]), excess)
         gpu, low = ranks[place].device == "gpu", np.sort(delay[:, place])[len(usable) // 4]
         sure = gpu or cause == "data_loading"
-        if led >= LED * len(usable) and (sure or middle[place] > 2 * least):
-            # On a CPU a neighbour's load slows a rank for a while: that is no finding to act on.
-            factor = 1.2 if gpu and cause != "unknown" else 1.5 if cause == "data_loading" else 4.0
+        # On a CPU a neighbour's load slows a rank for a while: that is no finding to act on.
+        if led >= LED * len(usable) and (sure or (middle[place] > 4 * least and low > 2 * least)):
+            factor = 1.2 if gpu and cause != "unknown" else 1.5
             strong = bool(middle[place] > factor * least and low > (least if sure else 3 * least))
             found = Finding(place, int(middle[place]), step_ns, led, len(usable), cause, excess, alike[1:], strong)
     return found or _starved_rank(ranks, step_ns, len(usable))
