@@ -209,7 +209,9 @@ def test_mixed_runs() -> None:
     two = [fact(rank, 500, run="b", world_size=4, path=f"b{rank}") for rank in range(4)]
     kept = check_set([*one, *two])
     assert kept.kept == [3, 4, 5, 6]
-    assert kept.notes == ["2 runs are mixed; the one with the most ranks is kept, left out: a0, a1, a2"]
+    assert kept.notes == [
+        "2 runs are mixed; the one with the most ranks, or else the latest, is kept; left out: a0, a1, a2"
+    ]
     # Equally large: the later one.
     assert check_set([*two[:3], *one]).kept == [0, 1, 2]
     sizes = check_set([fact(0, world_size=2), fact(1, world_size=2), fact(0, world_size=16, path="x")])

@@ -386,7 +386,7 @@ BAD = {
     "quotes": ('{"ph":"X","name":"a "bad" b","ts":5,"dur":1}', False),
     "brace": ('{"ph":"X","name":"bad","ts":5,"args":{"a":1}', False),
     "value": ('{"ph":"X","name":"bad","ts":5,"dur":}', False),
-    "surrogate": ('{"ph":"X","name":"bad\\ud800","ts":5,"dur":1}', False),
+    "surrogate": ('{"ph":"X","name":"bad\\ud800","ts":5,"dur":1}', True),
 }
 
 

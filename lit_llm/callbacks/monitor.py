@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lit_llm.callbacks.monitor_timing import ForwardTimer
 from lit_llm.errors import UserError
-from lit_llm.training.host import HostRead
+from lit_llm.training.host import HostRead, gather_equal
 
 _SAMPLED = 5  # steps before a gathering whose forward is measured
 _DATA, _COMPUTE = "data", "compute"
@@ -150,12 +150,7 @@ class RankMonitor(Callback):
             steps, passed = step - first, time.perf_counter() - began - self._apart
             mine = [1000 * passed / steps, 1000 * self._fetches.seconds / steps, self._timer.take()]
             values = torch.tensor(mine, dtype=torch.float32, device=trainer.strategy.root_device)
-            every = values.new_empty(trainer.world_size * len(mine))
-            if _joined(trainer):
-                dist.all_gather_into_tensor(every, values)
-            else:
-                every = values
-            self._read.put(every, step)
+            self._read.put(gather_equal(values, trainer.world_size) if _joined(trainer) else values, step)
         self._timer.remove()
         self._open(step)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lit_llm.checkpoint.average import plain_name
 from lit_llm.errors import RunStopped, UserError
+from lit_llm.training.host import gather_equal
 
 _CHUNK = 2**22
 _NAN = 0x7FC00000  # stands for all NaN: which bits one has may depend on the order of operands
@@ -91,9 +92,7 @@ class ReplicaCheck(Callback):
         sums = torch.stack([checksum(tensor).to(device) for _, tensor in self._tensors(trainer, module)])
         first = _replicas(trainer)[0]
         mine = torch.stack([torch.tensor(first, device=device), checksum(sums)])
-        every = mine.new_empty(trainer.world_size, 2)
-        dist.all_gather_into_tensor(every.view(-1), mine)
-        groups = _groups(every.tolist())
+        groups = _groups(gather_equal(mine, trainer.world_size).view(-1, 2).tolist())
         if not any(len(set(group.values())) > 1 for group in groups.values()):
             return None
         names = [name for name, _ in self._tensors(trainer, module)]

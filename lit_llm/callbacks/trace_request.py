@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -28,6 +29,9 @@ class Request:
     def __init__(self, trainer: Any) -> None:
         self.path = os.path.join(trainer.default_root_dir, FOLDER, SENTINEL)
         self._looks = trainer.is_global_zero
+        if self._looks:
+            with suppress(OSError):  # so that the file can be made before there is a trace
+                os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._signalled = self._told = False
         self._listens = False
         main = threading.current_thread() is threading.main_thread()

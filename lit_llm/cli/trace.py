@@ -53,6 +53,8 @@ def run(args: Namespace) -> int:
         if file is not None and (Path(file).is_dir() or not Path(file).absolute().parent.is_dir()):
             wrong = "is a folder" if Path(file).is_dir() else "its folder does not exist"
             raise UserError(f"--{option} {file}: {wrong}; name a file")
+        if file is not None and any(Path(file).absolute() == Path(path).absolute() for path in args.paths):
+            raise UserError(f"--{option} {file} would replace a trace that is to be read; name another file")
     if args.json is not None and args.html is not None and Path(args.json).absolute() == Path(args.html).absolute():
         raise UserError(f"--json and --html are both {args.json}; name two files")
     analysis = analyze(args.paths, processes=args.processes, timeline=args.html is not None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lit_llm.errors import UserError
-from lit_llm.trace.file_set import FileFacts, check_set, ranges
+from lit_llm.trace.file_set import FileFacts, check_set, named, ranges
 from lit_llm.trace.finding import find
 from lit_llm.trace.intervals import covered, intersect, length
 from lit_llm.trace.lags import Lags, find_lags
@@ -77,9 +77,9 @@ def combine(ranks: Sequence[RankSummary], *, world_size: int | None = None, miss
         world_size: of the run; None: not known.
         missing: ranks that there must have been.
     """
-    matches, odd = match(ranks)
+    matches, odd = match(ranks, whole=not missing)
     found_clocks = clocks(ranks, matches)
-    lags = find_lags(ranks, matches, found_clocks)
+    lags = find_lags(ranks, matches, found_clocks, everybody=not missing)
     several = len(ranks) > 1
     devices = {one.device for one in ranks}
     fit = [place for place, one in enumerate(ranks) if not (one.truncated and one.device == "gpu")]
@@ -88,7 +88,12 @@ def combine(ranks: Sequence[RankSummary], *, world_size: int | None = None, miss
     judged = [ranks[place] for place in fit]
     left_out = [one for place, one in enumerate(ranks) if place not in fit]
     seen = Lags(
-        lags.steps, lags.lag[:, fit], lags.waits[:, fit], lags.delay[:, fit], [lags.waiting[one] for one in fit]
+        lags.steps,
+        lags.lag[:, fit],
+        lags.waits[:, fit],
+        lags.delay[:, fit],
+        [lags.waiting[one] for one in fit],
+        lags.complete[fit],
     )
     finding = find_straggler(judged, seen) if len(judged) > 1 else None
 
@@ -116,7 +121,7 @@ def _rank(one: RankSummary, place: int, lags: Lags, clock: Clock, several: bool)
     assert one.rank is not None
     row_of = {step: row for row, step in enumerate(lags.steps)}
     waiting = intersect(lags.waiting[place], one.exposed)
-    compared = several and bool((lags.waits[:, place] >= 0).any() or len(waiting))
+    compared = several and bool(lags.complete[place])
     shift = clock.offset if clock.applied and clock.offset is not None else 0
     whole = one.split
     if compared:
@@ -166,7 +171,13 @@ def _health(notes: list[str], kept: Sequence[RankSummary]) -> list[Health]:
             )
         if not len(one.marks):
             lines.append(Health(one.rank, "has no step marks (ProfilerStep#), so nothing is told by step"))
-    unlaunched = [(one.rank, one.unlaunched) for one in kept if one.unlaunched and one.rank is not None]
+        if one.marks.repeated:
+            lines.append(Health(one.rank, "has step marks of equal numbers, as of epochs; they are counted from 0"))
+        if one.device == "gpu" and not one.launches:
+            lines.append(Health(one.rank, "has no runtime calls, so kernels belong to no step and idle has no cause"))
+    unlaunched = [
+        (one.rank, one.unlaunched) for one in kept if one.unlaunched and one.launches and one.rank is not None
+    ]
     if unlaunched:
         most = max(count for _, count in unlaunched)
         ranks = ranges(rank for rank, _ in unlaunched)
@@ -177,15 +188,19 @@ def _health(notes: list[str], kept: Sequence[RankSummary]) -> list[Health]:
 
 def _clock_health(ranks: Sequence[RankSummary], found: Sequence[Clock]) -> list[Health]:
     lines = []
-    moved = [(one.rank, clock) for one, clock in zip(ranks, found, strict=True) if clock.applied and clock.offset]
-    if moved:
-        most = max(abs(clock.offset or 0) for _, clock in moved)
-        error = max(clock.error or 0 for _, clock in moved)
-        numbers = ranges(rank for rank, _ in moved if rank is not None)
+    moved = [(one, clock) for one, clock in zip(ranks, found, strict=True) if clock.applied and clock.offset]
+    baseless = [one.rank for one, _ in moved if one.clock == "unknown" and one.rank is not None]
+    if baseless:
+        text = f"{named(baseless)}: no base time in the file; aligned by the ends of collectives"
+        lines.append(Health(None, text))
+    apart = [(one.rank, clock) for one, clock in moved if one.clock != "unknown" and one.rank is not None]
+    if apart and ranks[0].clock != "unknown":
+        most = max(abs(clock.offset or 0) for _, clock in apart)
+        error = max(clock.error or 0 for _, clock in apart)
         text = (
-            f"clocks of ranks {numbers} differ by up to {most / 1e6:,.3f} ms (+- {error / 1e6:,.3f}) and were aligned"
+            f"{named([rank for rank, _ in apart])}: clocks are up to {most / 1e6:,.3f} ms (+- {error / 1e6:,.3f}) off"
         )
-        lines.append(Health(None, text + " by the ends of collectives"))
+        lines.append(Health(None, f"{text} rank {ranks[0].rank}'s and were aligned by the ends of collectives"))
     if len(ranks) > 1 and all(clock.offset is None for clock in found):
         lines.append(Health(None, "no collective could be matched between ranks: waits, lags and clocks can't be told"))
     return lines
@@ -196,23 +211,24 @@ def _clock_health(ranks: Sequence[RankSummary], found: Sequence[Clock]) -> list[
 
 def _timeline(ranks: Sequence[RankSummary], analysis: Analysis, processes: int | None) -> Timeline | None:
     step = _step_to_draw(analysis)
-    drawn = []
+    drawn, spans = [], []
     for rank, label in _ranks_to_draw(analysis, step):
         one = next(one for one in ranks if one.rank == rank)
-        window = one.window_of(step)
-        if window is not None:
-            drawn.append((rank, label, one.path, window))
-    results = run_on_files(lanes_of_file, [(path, *window) for _, _, path, window in drawn], processes)
-    rows, starts, ends = [], [], []
-    for (rank, label, _, window), found in zip(drawn, results, strict=True):
-        if isinstance(found, UserError):
-            continue
         clock = next(one for one in analysis.ranks if one.rank == rank)
         shift = clock.clock_offset if clock.clock_applied and clock.clock_offset is not None else 0
-        starts.append(window[0] - shift)
-        ends.append(window[1] - shift)
-        rows.append(RankTimeline(rank, label, [_moved(lane, shift) for lane in found]))
-    return Timeline(step, min(starts), max(ends), rows) if rows else None
+        drawn.append((rank, label, one.path, shift))
+        if (window := one.window_of(step)) is not None:
+            spans.append((window[0] - shift, window[1] - shift))
+    if not spans:
+        return None
+    start, end = min(a for a, _ in spans), max(b for _, b in spans)  # the same stretch of time on all
+    results = run_on_files(lanes_of_file, [(path, start + shift, end + shift) for *_, path, shift in drawn], processes)
+    rows = [
+        RankTimeline(rank, label, [_moved(lane, shift) for lane in found])
+        for (rank, label, _, shift), found in zip(drawn, results, strict=True)
+        if not isinstance(found, UserError)
+    ]
+    return Timeline(step, start, end, rows) if rows else None
 
 
 def lanes_of_file(path: str, start: int, end: int) -> list[Lane]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -47,6 +48,14 @@ def _step(analysis: Analysis) -> float | None:
     return float(np.median(times)) if times else None
 
 
+def _lag(analysis: Analysis) -> float | None:
+    """None where nobody can tell: one rank of several, or one step."""
+    if analysis.straggler is not None:
+        return analysis.straggler.median_lag / 1e3
+    told = any(one.code == "no_straggler" for one in analysis.verdicts)
+    return 0.0 if told or (len(analysis.ranks) == 1 and (analysis.world_size or 1) == 1) else None
+
+
 def _count(*severities: str) -> Callable[[Analysis], float | None]:
     return lambda analysis: sum(one.severity in severities for one in analysis.verdicts)
 
@@ -65,7 +74,7 @@ FIGURES: dict[str, Callable[[Analysis], float | None]] = {
     "dataloader_pct": _percent("dataloader"),
     "optimizer_pct": _percent("optimizer"),
     "step_us": _step,
-    "straggler_lag_us": lambda analysis: 0.0 if analysis.straggler is None else analysis.straggler.median_lag / 1e3,
+    "straggler_lag_us": _lag,
     "warnings": _count("warning", "critical"),
     "criticals": _count("critical"),
     "missing_ranks": lambda analysis: len(analysis.missing_ranks),
@@ -95,7 +104,10 @@ class Condition:
             near = difflib.get_close_matches(name, FIGURES, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(FIGURES)}"
             raise UserError(f"--fail_on {self.text!r}: there is no figure {name!r}; {hint}")
-        return name, found.group(2), float(found.group(3))
+        bound = float(found.group(3))
+        if not math.isfinite(bound):
+            raise UserError(f"--fail_on {self.text!r}: {found.group(3)} is beyond all figures")
+        return name, found.group(2), bound
 
     def holds(self, analysis: Analysis) -> str | None:
         """What holds, with the figures; None if it does not.
@@ -111,7 +123,7 @@ class Condition:
                     raise UserError(f"--fail_on {self.text!r}: these traces do not tell {name}; name another figure")
                 if not _COMPARISONS[sign](value, bound):
                     break
-                told.append(f"{name} is {value:,.4g} ({sign}{bound:g})")
+                told.append(f"{name} is {value:,.1f} ({sign}{bound:g})")
             else:
                 return " and ".join(told)
         return None

@@ -105,7 +105,7 @@ def _largest(
     how = f"{len(sets)} {what}s are mixed"
     if what == "world size":
         how = f"world sizes {', '.join(map(str, sorted(sets)))} are mixed, so these are different runs"
-    notes.append(f"{how}; the one with the most ranks is kept, left out: {_listed(files, out)}")
+    notes.append(f"{how}; the one with the most ranks, or else the latest, is kept; left out: {_listed(files, out)}")
     return [index for index in kept if index not in set(out)]
 
 

@@ -72,6 +72,8 @@ def _find(path: Path) -> Found:
     try:
         if path.is_file():
             return Found([path], str(path), _window_name(path.parent))
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is no regular file; write what it gives into one first")
         if not path.is_dir():
             raise UserError(f"{path} is not there; name a trace, a folder of traces or a run's folder")
         return _in_folder(path)

@@ -85,10 +85,10 @@ def find_idle(trace: RankTrace, marks: Marks, busy: Ints, on_device: Ints, launc
     for one in np.unique(thread[thread >= 0]):
         mine = np.flatnonzero(thread == one)
         here = events.thread == one
-        waits, works = (
-            union(events.start[chosen & here], events.end[chosen & here])
-            for chosen in (sync_ops | sync_calls, dispatch)
-        )
+        works = union(events.start[dispatch & here], events.end[dispatch & here])
+        # Autograd launches from a thread of its own while the main one may be what waited before.
+        syncs = (sync_ops | sync_calls) & (here | (events.thread == marks.thread))
+        waits = union(events.start[syncs], events.end[syncs])
         # A wait that saw the GPU run dry is to blame for all the time until the next launch.
         dry = np.flatnonzero(contains(waits, start[mine]))
         waits = join(waits, np.stack([start[mine][dry], until_launch[mine][dry]], axis=1)) if len(dry) else waits

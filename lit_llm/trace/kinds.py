@@ -44,6 +44,7 @@ OPTIMIZER = re.compile(r"^Optimizer\.step#|^optimizer$")
 FORWARD_BACKWARD = re.compile(r"^(?:forward|backward)$")
 STEP = re.compile(r"^ProfilerStep\s*#\s*(\d+)$")
 AROUND = re.compile(r"^autograd::engine::evaluate_function")
+WAIT = re.compile(r"^_?c10d_functional::wait_tensor$|^c10d::barrier$")
 ENQUEUE = re.compile(r"^c10d::")
 UNIT = re.compile(r"^FSDP::(\w+) ?(?:\((.*)\)|for (.*))?$")
 

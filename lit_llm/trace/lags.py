@@ -12,6 +12,9 @@ from lit_llm.trace.intervals import covered, intersect, union
 from lit_llm.trace.matching import Clock, Match
 from lit_llm.trace.per_rank import RankSummary
 
+_PARTIAL = 0.2
+"""Collectives of which some member was not seen, over those that are whole: a few are cut off at the window's ends."""
+
 
 @dataclass
 class Lags:
@@ -23,18 +26,35 @@ class Lags:
     waits: Ints
     """(steps, ranks): time in which communication was exposed and somebody had not come yet."""
     delay: Ints
-    """(steps, ranks): how much less a rank waited than the median of the others, at least 0."""
+    """(steps, ranks): how much less a rank waited than the others usually did, at least 0: who is late waits least.
+
+    That is their median, on GPUs their upper quartile."""
     waiting: list[Ints]
     """For each rank (n, 2): when it waited so, on its own clock."""
+    complete: np.ndarray
+    """(ranks,) bool: whether all members of (nearly) all its collectives were seen, so that no wait is missed."""
 
 
-def find_lags(ranks: Sequence[RankSummary], matches: Sequence[Match], clocks: Sequence[Clock]) -> Lags:
-    """Arrivals and waits, with the clocks' offsets taken off."""
+def find_lags(
+    ranks: Sequence[RankSummary], matches: Sequence[Match], clocks: Sequence[Clock], everybody: bool = True
+) -> Lags:
+    """Arrivals and waits, with the clocks' offsets taken off.
+
+    Args:
+        ranks: of one run.
+        matches: their collectives.
+        clocks: their clocks.
+        everybody: whether these are all its ranks.
+    """
     shift = np.array([one.offset if one.applied and one.offset is not None else 0 for one in clocks], dtype=np.int64)
     lag: dict[int, Ints] = {}
     spans: list[list[tuple[int, int]]] = [[] for _ in ranks]
     compared = np.zeros(len(ranks), dtype=bool)
+    whole, partial = np.zeros((2, len(ranks)), dtype=np.int64)
     for one in matches:
+        if one.step >= 0 and one.kind != "send_recv":
+            size = one.size or (len(ranks) if everybody else len(ranks) + 1)
+            (partial if len(one.place) < size else whole)[one.place] += 1
         if len(one.place) < 2:
             continue
         compared[one.place] = True
@@ -64,8 +84,10 @@ def find_lags(ranks: Sequence[RankSummary], matches: Sequence[Match], clocks: Se
     delay = np.full_like(waits, -1)
     for at in range(len(steps)):
         known = np.flatnonzero(waits[at] >= 0)
-        for place in known if len(known) > 1 else ():
+        for place in known.tolist() if len(known) > 1 else ():
             others = waits[at][known[known != place]]
-            delay[at, place] = max(int(np.median(others)) - int(waits[at, place]), 0)
+            # Half of a GPU run's ranks may lag; a busy CPU's waits are too uneven for that.
+            usual = np.percentile(others, 75 if ranks[place].device == "gpu" else 50)
+            delay[at, place] = max(int(usual) - int(waits[at, place]), 0)
     lags = np.stack([lag[step] for step in steps]) if steps else np.zeros((0, len(ranks)), dtype=np.int64)
-    return Lags(steps, lags, waits, delay, waiting)
+    return Lags(steps, lags, waits, delay, waiting, compared & (partial <= _PARTIAL * whole))

@@ -29,6 +29,8 @@ class Marks:
     has_optimizer: bool
     phases: dict[str, Ints]
     """Intervals of ``forward``, ``backward``, ``validation``, ..."""
+    repeated: bool = False
+    """Whether numbers came twice, so that steps are counted from 0 here instead."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -65,6 +67,9 @@ def find_marks(trace: RankTrace) -> Marks:
     numbers = np.array([steps[int(events.name[place])] for place in places], dtype=np.int64)
     windows = np.stack([events.start[places], events.end[places]], axis=1) if len(places) else EMPTY
     numbers, windows = _merged(numbers, windows)
+    repeated = len(np.unique(numbers)) < len(numbers)
+    if repeated:  # as of two epochs that count anew
+        numbers = np.arange(len(numbers), dtype=np.int64)
 
     def named(test: object, among: np.ndarray) -> Ints:
         chosen = kinds.matching(trace.names, test)[events.name] & among  # type: ignore[arg-type]
@@ -77,14 +82,17 @@ def find_marks(trace: RankTrace) -> Marks:
     if not len(optimizer):  # torch's own mark, around the closure that Lightning runs in it
         optimizer = subtract(named(kinds.OPTIMIZER.match, host), join(named(kinds.FORWARD_BACKWARD.match, host), data))
     phases = {name: named(lambda one, name=name: one == name, host) for name in _PHASES}
-    return Marks(numbers, windows, thread, data, len(data) > 0, optimizer, len(optimizer) > 0, phases)
+    return Marks(numbers, windows, thread, data, len(data) > 0, optimizer, len(optimizer) > 0, phases, repeated)
 
 
 def _merged(numbers: Ints, windows: Ints) -> tuple[Ints, Ints]:
-    """Marks without nested or repeated ones: of those that overlap the first stays."""
-    keep, reach = [], None
-    for place in range(len(numbers)):
-        if reach is None or windows[place, 0] >= reach:
-            keep.append(place)
-            reach = windows[place, 1]
-    return numbers[keep], windows[keep] if keep else EMPTY
+    """Marks one after the other: of nested ones the inner, of overlapping ones the first until the next begins."""
+    keep: list[tuple[int, int, int]] = []
+    for number, (start, end) in zip(numbers.tolist(), windows.tolist(), strict=True):
+        while keep and keep[-1][2] >= end and keep[-1][1] <= start:  # around this one
+            keep.pop()
+        if keep and keep[-1][2] > start:
+            keep[-1] = (keep[-1][0], keep[-1][1], start)
+        keep.append((number, start, end))
+    table = np.array(keep, dtype=np.int64).reshape(len(keep), 3)
+    return table[:, 0], table[:, 1:]

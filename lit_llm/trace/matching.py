@@ -43,17 +43,21 @@ class Clock:
     applied: bool
 
 
-def match(ranks: Sequence[RankSummary]) -> tuple[list[Match], list[str]]:
+def match(ranks: Sequence[RankSummary], whole: bool = True) -> tuple[list[Match], list[str]]:
     """Joins the collectives of ranks that see the same ones.
 
     By the group's sequence number where the trace has it; else the k-th of its kind and size in a step, among ranks
     that have equally many there. What differs in size is no match.
 
+    Args:
+        ranks: of one run.
+        whole: whether these are all its ranks, so that groups that no trace names are whole as well.
+
     Returns:
         All collectives, those seen by one rank alone among them, in order of time; and lines on what did not fit.
     """
     matches, odd = [], 0
-    for (label, size, kind, *_), places in _keyed(ranks).items():
+    for (label, size, kind, *_), places in _keyed(ranks, whole).items():
         sizes = {int(ranks[place].collectives.bytes[row]) for place, row in places}
         if len(sizes) > 1 and kind in _TOGETHER:
             odd += 1
@@ -74,7 +78,7 @@ def match(ranks: Sequence[RankSummary]) -> tuple[list[Match], list[str]]:
     return matches, notes
 
 
-def _keyed(ranks: Sequence[RankSummary]) -> dict[tuple[Any, ...], list[tuple[int, int]]]:
+def _keyed(ranks: Sequence[RankSummary], whole: bool) -> dict[tuple[Any, ...], list[tuple[int, int]]]:
     """(place of the rank, row) of all that belong together, by (group, its size, kind, ...)."""
     found: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
     # Rows without a number of their own, by what must be equal, and rank.
@@ -86,9 +90,12 @@ def _keyed(ranks: Sequence[RankSummary]) -> dict[tuple[Any, ...], list[tuple[int
             label = _members(members) if members else group
             labels.append((label, len(members) if members else None, kind, group is not None))
         values = (getattr(columns, name).tolist() for name in ("key", "sequence", "step", "bytes"))
-        for row, (key, sequence, step, size) in enumerate(zip(*values, strict=True)):
+        table = list(zip(*values, strict=True))
+        known = Counter((key, sequence) for key, sequence, _, _ in table if sequence >= 0)
+        useless = {key for (key, _), count in known.items() if count > 1}  # a backend that does not count
+        for row, (key, sequence, step, size) in enumerate(table):
             label, number, kind, named = labels[key]
-            if sequence >= 0:
+            if sequence >= 0 and key not in useless:
                 found[(label, number, kind, "sequence", sequence)].append((place, row))
             elif step < 0 and len(one.marks):  # between steps the k-th of one rank need not be another's
                 found[(label, number, kind, "alone", place, row)].append((place, row))
@@ -106,7 +113,7 @@ def _keyed(ranks: Sequence[RankSummary]) -> dict[tuple[Any, ...], list[tuple[int
                 found[(label, number, kind, "k", step, size, k)] = places
             else:
                 unnamed[(kind, size, k)][step] = places
-    found.update(_by_inferred_groups(ranks, unnamed))
+    found.update(_by_inferred_groups(ranks, unnamed, whole))
     return found
 
 
@@ -119,7 +126,7 @@ def _members(members: Sequence[int]) -> str:
 
 
 def _by_inferred_groups(
-    ranks: Sequence[RankSummary], unnamed: dict[tuple[Any, ...], dict[int, list[tuple[int, int]]]]
+    ranks: Sequence[RankSummary], unnamed: dict[tuple[Any, ...], dict[int, list[tuple[int, int]]]], whole: bool
 ) -> dict[tuple[Any, ...], list[tuple[int, int]]]:
     """Matches where a trace does not name groups, as on CPUs.
 
@@ -136,7 +143,7 @@ def _by_inferred_groups(
                 if inside:
                     ids = [one if (one := ranks[place].rank) is not None else place for place in sorted(members)]
                     label = _members(ids) if len(groups) > 1 else None
-                    found[(label, len(members), kind, "k", step, size, k)] = inside
+                    found[(label, len(members) if whole else None, kind, "k", step, size, k)] = inside
     return found
 
 

@@ -59,6 +59,8 @@ class RankSummary:
     launch_ahead: int | None = None
     unlaunched: int = 0
     """GPU events with no launch in the trace."""
+    launches: int = 0
+    """Runtime calls in the trace."""
     gpu_events: dict[str, int] = field(default_factory=dict)
     whole: tuple[int, int] = (0, 0)
     """From the first event to the end of the last."""
@@ -117,7 +119,8 @@ def _gpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
 
     launches = _launches(trace, on_device)
     launched = np.where(launches >= 0, start[np.maximum(launches, 0)], -1)  # the time of it
-    windows = _step_windows(marks, start[on_device], end[on_device], launched)
+    opens = kernel[on_device] if kernel.any() else np.ones(len(on_device), dtype=bool)
+    windows = _step_windows(marks, start[on_device][opens], launched[opens], int(end[on_device].max()))
     idle = find_idle(trace, marks, busy, on_device, launches)
 
     def split(a: int, b: int) -> Split:
@@ -161,6 +164,7 @@ def _gpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
         },
         launch_ahead=int(np.median(ahead)) if len(ahead) else None,
         unlaunched=int((launches < 0).sum()),
+        launches=int((category == Category.RUNTIME).sum()),
         gpu_events={"compute": int(is_compute.sum()), "comm": int(is_comm.sum()), "memory": int(memory.sum())},
     )
 
@@ -170,7 +174,8 @@ def _cpu(trace: RankTrace, marks: Marks, common: dict[str, Any]) -> RankSummary:
     start, end = events.start, events.end
     runs = kinds.matching(trace.names, kinds.is_host_communication)[events.name] & (category == Category.ANNOTATION)
     enqueues = kinds.matching(trace.names, kinds.ENQUEUE.match)[events.name] & (category == Category.CPU_OP)
-    main_ops = (category == Category.CPU_OP) & (events.thread == marks.thread) & ~enqueues
+    blocked = kinds.matching(trace.names, kinds.WAIT.match)[events.name]  # an op that only waits computes nothing
+    main_ops = (category == Category.CPU_OP) & (events.thread == marks.thread) & ~enqueues & ~blocked
     compute = union(start[main_ops], end[main_ops])
     comm = union(start[runs], end[runs])
     # FSDP's hooks in the backward run, and wait, inside an op that is open around each node of the graph.
@@ -231,24 +236,23 @@ def _launches(trace: RankTrace, on_device: Ints) -> Ints:
     Several kernels may have one launch, as of a graph.
     """
     events = trace.events
-    calls = np.flatnonzero((events.category == Category.RUNTIME) & (events.correlation >= 0))
+    calls = np.flatnonzero((events.category == Category.RUNTIME) & (events.correlation > 0))
     if not len(calls):
         return np.full(len(on_device), -1, dtype=np.int64)
     order = np.argsort(events.correlation[calls], kind="stable")  # events are sorted by time: the first call is taken
     keys = events.correlation[calls][order]
     wanted = events.correlation[on_device]
     place = np.minimum(np.searchsorted(keys, wanted, side="left"), len(keys) - 1)
-    return np.where((keys[place] == wanted) & (wanted >= 0), calls[order][place], -1)
+    return np.where((keys[place] == wanted) & (wanted > 0), calls[order][place], -1)
 
 
-def _step_windows(marks: Marks, start: Ints, end: Ints, launched: Ints) -> Ints:
-    """(steps, 2): from the first GPU work launched in a step to the first that is launched after it.
+def _step_windows(marks: Marks, start: Ints, launched: Ints, last: int) -> Ints:
+    """(steps, 2): from the first kernel launched in a step to the first that is launched after it.
 
     That is the next step's, or what runs between two steps, such as a validation; for the last one it is the end of the
     GPU's work. An empty window where a step launched nothing.
     """
     windows = np.zeros((len(marks), 2), dtype=np.int64)
-    last = int(end.max())
     known = launched >= 0
     order = np.argsort(launched[known], kind="stable")
     when, begins = launched[known][order], start[known][order]

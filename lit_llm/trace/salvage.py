@@ -7,6 +7,7 @@ import re
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}"]', re.DOTALL)  # a quotation mark alone: of a string without an end
 _NUMBER = re.compile(rb'((?<!\\)"\s*:\s*)[-+]?(?:nan|inf(?:inity)?)\b', re.IGNORECASE)
 _ESCAPE = re.compile(rb'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
+_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _LONGEST = 1 << 20
 _CONTROL = bytes(32 if byte < 32 else byte for byte in range(256))
 EVENT = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|cat|name|pid|tid|ts)"\s*:)')
@@ -36,8 +37,15 @@ def repair(data: bytes) -> tuple[bytes, int]:
         count += 1
         return rb"\\"
 
+    def half(match: re.Match[bytes]) -> bytes:
+        nonlocal count
+        if len(match[0]) == 12:
+            return match[0]
+        count += 1
+        return rb"\ufffd"
+
     if b"\\" in data:
-        data = _ESCAPE.sub(escape, data)
+        data = _SURROGATE.sub(half, _ESCAPE.sub(escape, data))
     return data.translate(_CONTROL), count
 
 

@@ -40,21 +40,29 @@ _REDUCING_ADVICE = (
 
 
 def _severity(value: float, levels: tuple[float, float]) -> Severity | None:
-    if value < levels[0]:
+    if not value >= levels[0]:  # also of nan: not known
         return None
     return "critical" if value >= levels[1] else "warning"
 
 
-def share_of(ranks: Sequence[RankSummary], take: str, cause: str | None = None) -> float:
-    """Median over ranks of a part of their window; of the steps on a CPU-only trace, which has no window."""
+def share_of(ranks: Sequence[RankSummary], take: str, cause: str | None = None, low: bool = False) -> float:
+    """Median over ranks (``low``: their lower quartile) of a part of their time; nan where no trace tells it.
+
+    With three steps or more it is the median over a rank's steps, so that one stall is no state. A CPU-only trace has
+    steps alone.
+    """
     values = []
     for one in ranks:
-        splits = [one.split] if one.split.window is not None else one.step_splits
-        parts = [getattr(s, take) if cause is None else (s.idle_by_cause or {}).get(cause) for s in splits]
-        whole = one.split.window or int((one.marks.windows[:, 1] - one.marks.windows[:, 0]).sum())
-        if whole and all(part is not None for part in parts):
-            values.append(sum(part for part in parts if part is not None) / whole)
-    return float(np.median(values)) if values else 0.0
+        steps = list(zip(one.step_splits, (one.windows[:, 1] - one.windows[:, 0]).tolist(), strict=True))
+        steps = [(split, window) for split, window in steps if window > 0]
+        if one.split.window and len(steps) < 3:
+            steps = [(one.split, one.split.window)]
+        parts = [getattr(s, take) if cause is None else (s.idle_by_cause or {}).get(cause) for s, _ in steps]
+        if steps and all(part is not None for part in parts):
+            values.append(float(np.median([part / window for part, (_, window) in zip(parts, steps, strict=True)])))
+    if not values:
+        return float("nan")
+    return float(np.percentile(values, 25 if low else 50))
 
 
 def _over(ranks: Sequence[RankSummary]) -> str:
@@ -97,7 +105,10 @@ def prefetch(ranks: Sequence[RankSummary], layers: Sequence[FsdpLayer]) -> Verdi
     rest = [(one, name, p) for one in layers for name, p in one.phases.items() if not p.first and p.gather > 0]
     bare = [row for row in rest if row[2].exposed > GATHER * row[2].gather]
     steps = sum(max(len(one.marks), 1) for one in ranks)
-    share = sum(phase.exposed for _, _, phase in bare) / max(steps, 1) / max(step_length(ranks), 1)
+    step_ns = step_length(ranks)
+    if not step_ns:
+        return None
+    share = sum(phase.exposed for _, _, phase in bare) / steps / step_ns
     units = list(dict.fromkeys(one.layer for one, _, _ in bare))
     odd = gpu and len(units) <= len({one.layer for one, _, _ in rest}) // 2  # others do hide, so these could
     if not bare or share < (0.003 if odd else 0.01):
@@ -198,12 +209,13 @@ def _host_sync(ranks: Sequence[RankSummary]) -> Verdict | None:
 
 
 def data(ranks: Sequence[RankSummary]) -> Verdict | None:
-    """All ranks wait for their data."""
+    """All ranks, or nearly all, wait for their data."""
     gpu = ranks[0].device == "gpu"
-    share = share_of(ranks, "idle", "data_loading") if gpu else share_of(ranks, "dataloader")
+    share = share_of(ranks, "idle", "data_loading", low=True) if gpu else share_of(ranks, "dataloader", low=True)
     severity = _severity(2 * share if gpu else share, STARVED)
     if severity is None:
         return None
     who = "Every rank waits" if len(ranks) > 1 else "The rank waits"
     message = f"{who} for its data: {percent(share)} of the time"
-    return Verdict("data_starved", severity, [], message, _over(ranks), DATA_ADVICE, confidence="high")
+    evidence = f"lower quartile of {len(ranks)} ranks" if len(ranks) > 1 else "one rank"
+    return Verdict("data_starved", severity, [], message, evidence, DATA_ADVICE, confidence="high")

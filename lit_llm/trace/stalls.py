@@ -9,7 +9,7 @@ import numpy as np
 from lit_llm.trace.lags import Lags
 from lit_llm.trace.per_rank import RankSummary
 from lit_llm.trace.results import Verdict
-from lit_llm.trace.straggler import LEAST, Finding, excess_of, step_length
+from lit_llm.trace.straggler import LEAST, Finding, comparable, excess_of, step_length
 from lit_llm.trace.text import hosts_of, ms
 
 STALL = 0.2
@@ -23,43 +23,51 @@ _PARTS = {"data": "fetching its data", "ops": "computing", "launch": "launching"
 
 
 def find_stalls(ranks: Sequence[RankSummary], lags: Lags, finding: Finding | None) -> list[Verdict]:
-    """A verdict for each stall; not for what the straggler ``finding`` does in every step."""
-    chronic = {finding.place, *finding.others} if finding is not None else set()
-    step_ns, told, found = step_length(ranks), set(), []
-    for row, step in enumerate(lags.steps) if len(lags.steps) >= 2 and len(ranks) >= 2 else ():
+    """A verdict for each stall; not for what the straggler does in every step, nor where stalls are the rule."""
+    chronic = {finding.place, *finding.others} if finding is not None and finding.strong else set()
+    step_ns, rows = step_length(ranks), comparable(lags)
+    single: dict[int, tuple[int, int]] = {}
+    for row in rows if len(rows) >= 2 else ():
         delays = np.array([-1 if place in chronic else value for place, value in enumerate(lags.delay[row])])
         place = int(delays.argmax())
-        others = np.delete(lags.delay[:, place], row)
+        others = np.array([lags.delay[other, place] for other in rows if other != row])
         usual = float(np.median(others[others >= 0])) if (others >= 0).any() else 0.0
         if delays[place] - usual > max(STALL * step_ns, 2 * LEAST[ranks[0].device]):
-            told.add(step)
-            found.append(_verdict(ranks, step, place, int(delays[place]), excess_of(ranks, place, step=step), step_ns))
-    return found + _common(ranks, told, step_ns)
+            single[lags.steps[row]] = place, int(delays[place])
+    if len(single) > max(1, len(rows) // 3):  # then ranks are late in turn
+        single = {}
+    found = [
+        _verdict(ranks, step, place, delay, excess_of(ranks, place, step=step), step_ns)
+        for step, (place, delay) in single.items()
+    ]
+    return found + _common(ranks, set(single), step_ns)
 
 
 def _common(ranks: Sequence[RankSummary], told: set[int], step_ns: int) -> list[Verdict]:
-    """Steps that took all ranks much longer than the others did."""
+    """Steps that took every rank much longer than the others did.
+
+    By the marks on the host: a GPU's window of a step begins only when the step's data is there.
+    """
     lengths: dict[int, list[int]] = {}
     for one in ranks:
-        for number, (start, end) in zip(one.marks.numbers.tolist(), one.windows.tolist(), strict=True):
+        for number, (start, end) in zip(one.marks.numbers.tolist(), one.marks.windows.tolist(), strict=True):
             lengths.setdefault(number, []).append(end - start)
     steps = sorted(lengths)
-    if ranks[0].device == "gpu":
-        steps = steps[:-1]  # its window reaches to the end of all work, whatever that is
     if len(steps) < 3:
         return []
+    shortest = {step: min(lengths[step]) for step in steps}
     middle = {step: float(np.median(lengths[step])) for step in steps}
     found = []
     for step in steps:
         usual = float(np.median([middle[one] for one in steps if one != step]))
-        if step in told or middle[step] < LONG * usual or middle[step] - usual < LEAST_COMMON:
+        if step in told or shortest[step] < LONG * usual or shortest[step] - usual < LEAST_COMMON:
             continue
         more = {}
         for what in _PARTS:
             now = np.median([_of_step(one, what, step) for one in ranks])
             more[what] = int(now - np.median([_of_step(one, what, n) for one in ranks for n in steps if n != step]))
         found.append(_verdict(ranks, step, None, int(middle[step] - usual), more, step_ns))
-    return found
+    return found if len(found) <= max(1, len(steps) // 3) else []
 
 
 def _verdict(
@@ -67,7 +75,7 @@ def _verdict(
 ) -> Verdict:
     what = max(_PARTS, key=lambda key: excess.get(key, 0))
     clear = excess.get(what, 0) > 0.4 * delay
-    who, numbers = "every rank", []
+    who, numbers = "every rank" if len(ranks) > 1 else "the run", []
     if place is not None:
         one = ranks[place]
         assert one.rank is not None

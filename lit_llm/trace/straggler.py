@@ -60,8 +60,8 @@ def step_length(ranks: Sequence[RankSummary]) -> int:
 
 
 def find_straggler(ranks: Sequence[RankSummary], lags: Lags) -> Finding | None:
-    """The rank that is late in most steps by more than the threshold; None: no rank is."""
-    usable = [row for row in range(len(lags.steps)) if (lags.delay[row] >= 0).sum() >= 2]
+    """The rank that is late in most steps by more than the threshold, and those like it; None: no rank is."""
+    usable = comparable(lags)
     if len(usable) < 2:
         return None
     delay = lags.delay[usable]
@@ -71,12 +71,9 @@ def find_straggler(ranks: Sequence[RankSummary], lags: Lags) -> Finding | None:
     least = threshold(ranks, step_ns)
     found = None
     if middle[place] > least:
-        alike = [
-            one for one in np.argsort(-middle, kind="stable").tolist() if middle[one] > max(least, middle[place] / 2)
-        ]
-        if len(alike) > max(1, len(ranks) // 3):  # no few against many: the ranks are of two kinds
-            alike = [place]
-        led = int(sum(row[place] >= 0 and row[place] >= row.max() / (2 if len(alike) > 1 else 1) for row in delay))
+        order = np.argsort(-middle, kind="stable").tolist()
+        alike = [one for one in order if middle[one] > max(least, middle[place] / 2)]
+        led = int(((delay[:, place] > least) & (delay[:, place] >= delay.max(axis=1) / 2)).sum())
         excess = excess_of(ranks, place, alike)
         cause = _cause(ranks, place, alike, int(middle[place]), excess)
         gpu, low = ranks[place].device == "gpu", np.sort(delay[:, place])[len(usable) // 4]
@@ -84,12 +81,22 @@ def find_straggler(ranks: Sequence[RankSummary], lags: Lags) -> Finding | None:
         # On a CPU a neighbour's load slows a rank for a while: that is no finding to act on.
         if led >= LED * len(usable) and (sure or (middle[place] > 4 * least and low > 2 * least)):
             factor = 1.2 if gpu and cause != "unknown" else 1.5
-            strong = bool(middle[place] > factor * least and low > (least if sure else 3 * least))
-            found = Finding(place, int(middle[place]), step_ns, led, len(usable), cause, excess, alike[1:], strong)
-    return found or _starved_rank(ranks, step_ns, len(usable))
+            strong = middle[place] > factor * least and low > (least if sure else 3 * least)
+            if not sure:
+                explained = excess["ops"] + excess["rest"] + max(excess["data"], 0)
+                strong = strong and explained > 0.6 * middle[place]
+            found = Finding(
+                place, int(middle[place]), step_ns, led, len(usable), cause, excess, alike[1:], bool(strong)
+            )
+    return found or _starved_rank(ranks, step_ns)
 
 
-def _starved_rank(ranks: Sequence[RankSummary], step_ns: int, steps: int) -> Finding | None:
+def comparable(lags: Lags) -> list[int]:
+    """Rows of steps in which two ranks or more can be compared."""
+    return [row for row in range(len(lags.steps)) if (lags.delay[row] >= 0).sum() >= 2]
+
+
+def _starved_rank(ranks: Sequence[RankSummary], step_ns: int) -> Finding | None:
     """A rank of a CPU run that waits for its data far longer than the others, even where their waits do not show it.
 
     With more ranks than cores the others compute in the time that it leaves them, and nobody waits. On a GPU the host
@@ -140,10 +147,10 @@ def excess_by_step(
 
 def _cause(ranks: Sequence[RankSummary], place: int, alike: list[int], delay: int, excess: dict[str, int]) -> Cause:
     """What explains the larger part of a delay."""
-    if excess["data"] >= 0.4 * delay:
-        return "data_loading"
     one = ranks[place]
     host = excess["launch"] + excess["rest"]
+    if excess["data"] >= max(0.4 * delay, host, excess["ops"]):
+        return "data_loading"
     if excess["ops"] >= max(0.35 * delay, host):
         return _kind_of_work(ranks, place, alike, excess)
     if host >= 0.35 * delay:
@@ -195,6 +202,9 @@ def as_result(ranks: Sequence[RankSummary], lags: Lags, finding: Finding) -> Str
     """For the report, with the arrival lag that people know."""
     lag = lags.lag[:, finding.place]
     known = lag[lag >= 0]
+    median = int(np.median(known)) if len(known) else 0
+    if median < finding.delay / 4 and finding.waited_for:  # the others wait elsewhere than in collectives of all
+        median = finding.delay
     rank = ranks[finding.place].rank
     assert rank is not None
-    return Straggler(rank, int(np.median(known)) if len(known) else 0, finding.led, finding.steps, finding.cause)
+    return Straggler(rank, median, finding.led, finding.steps, finding.cause)

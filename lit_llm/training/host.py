@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -48,3 +49,11 @@ class HostRead:
     def clear(self) -> None:
         """Forgets what was put."""
         self._queue.clear()
+
+
+def gather_equal(mine: Tensor, world_size: int) -> Tensor:
+    """What all ranks have, in the order of ranks: (world_size * n,) of (n,) each. One collective; nobody waits for it."""
+    every = mine.new_empty(world_size * mine.numel())
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.13
+    gather(every, mine)
+    return every
