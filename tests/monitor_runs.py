@@ -164,11 +164,15 @@ def in_ranks(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
+SINGLE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""What torch calls the gathering of one tensor: renamed in 2.13."""
+
+
 class counted:
     """Counts the collectives that are asked for in Python."""
 
     NAMES = (
-        *("all_gather_into_tensor", "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier"),
+        *(SINGLE, "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier"),
         *(
             "broadcast",
             "broadcast_object_list",

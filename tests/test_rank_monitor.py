@@ -19,7 +19,7 @@ from lit_llm.callbacks import RankMonitor, monitor
 from lit_llm.callbacks.monitor_timing import ForwardTimer
 from lit_llm.errors import UserError
 from tests.distributed import run_ranks
-from tests.monitor_runs import EVERY, STEPS, Kept, Lit, things
+from tests.monitor_runs import EVERY, SINGLE, STEPS, Kept, Lit, things
 from tests.test_step import micro_batches
 
 
@@ -79,7 +79,7 @@ def test_nothing_is_installed_outside_of_the_measured_steps(found: list[dict[str
 
 def test_one_collective_a_comparison(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert rank["collectives"] == {"all_gather_into_tensor": STEPS // EVERY, "all_gather_object": 1}
+        assert rank["collectives"] == {SINGLE: STEPS // EVERY, "all_gather_object": 1}
 
 
 def judged(*comparisons: list[list[float]], hosts: list[str] | None = None, **options: Any) -> Any:

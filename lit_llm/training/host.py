@@ -52,7 +52,7 @@ class HostRead:
 
 
 def gather_equal(mine: Tensor, world_size: int) -> Tensor:
-    """What all ranks have, in the order of ranks: (world_size * n,) of (n,) each. One collective; nobody waits for it."""
+    """What all ranks have, in the order of ranks: (world_size * n,) of (n,) each. One collective, unwaited for."""
     every = mine.new_empty(world_size * mine.numel())
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.13
     gather(every, mine)
