@@ -245,6 +245,14 @@ def test_a_mistake_that_shows_in_the_run_is_one_line(cli: Any, store: str, words
     assert not list(Path().rglob("*.ckpt"))
 
 
+def test_a_store_that_is_not_there_is_one_line_beside_prompts(cli: Any) -> None:
+    # Lightning's text for a data module asks its loaders, and fails where predict has several.
+    code, _, err = cli("fit", "--data.store=nowhere", f"--data.prompts={PROMPTS}", *TINY, *SMALL_DATA, *QUICK)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("lit-llm: error: ")
+    assert "no store at nowhere" in err.splitlines()[-1]
+
+
 def test_a_bug_keeps_its_traceback(store: str) -> None:
     words = ["fit", "--data.store", store, *TINY, *SMALL_DATA, *QUICK, "--model=tests.cli_classes.Failing"]
     with pytest.raises(ZeroDivisionError, match="a real bug"):

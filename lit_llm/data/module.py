@@ -104,6 +104,10 @@ class TokenDataModule(L.LightningDataModule):
         # Steps of the data order that lie before the Trainer's first one; not 0 only after a resume with other data.
         self._step_offset = 0
 
+    def __str__(self) -> str:
+        """Lightning's own asks the loaders, and fails on several."""
+        return f"{type(self).__name__}({', '.join(self._folders) or 'no store'})"
+
     # What the model needs to know
 
     @property

@@ -42,6 +42,11 @@ class Marks:
         place = np.searchsorted(self.windows[:, 0], times, side="right") - 1
         return np.where((place >= 0) & (times < self.windows[np.maximum(place, 0), 1]), place, -1)
 
+    @property
+    def lengths(self) -> Ints:
+        """(steps,) ns on the host, without a validation in the middle of a step."""
+        return self.windows[:, 1] - self.windows[:, 0] - self.per_step(self.phases.get("validation", EMPTY))
+
     def per_step(self, one: Ints) -> Ints:
         """How much of a set lies in each step, ns."""
         return covered(one, self.windows[:, 0], self.windows[:, 1])

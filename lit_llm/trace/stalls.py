@@ -50,8 +50,8 @@ def _common(ranks: Sequence[RankSummary], told: set[int], step_ns: int) -> list[
     """
     lengths: dict[int, list[int]] = {}
     for one in ranks:
-        for number, (start, end) in zip(one.marks.numbers.tolist(), one.marks.windows.tolist(), strict=True):
-            lengths.setdefault(number, []).append(end - start)
+        for number, length in zip(one.marks.numbers.tolist(), one.marks.lengths.tolist(), strict=True):
+            lengths.setdefault(number, []).append(length)
     steps = sorted(lengths)
     if len(steps) < 3:
         return []

@@ -54,7 +54,11 @@ def threshold(ranks: Sequence[RankSummary], step_ns: float) -> float:
 
 def step_length(ranks: Sequence[RankSummary]) -> int:
     """Median length of a step over all ranks, ns; 0 without marks."""
-    times = [one.windows[:, 1] - one.windows[:, 0] for one in ranks if len(one.windows)]
+    times = [
+        one.marks.lengths if one.device == "cpu" else one.windows[:, 1] - one.windows[:, 0]
+        for one in ranks
+        if len(one.windows)
+    ]
     together = np.concatenate(times) if times else np.zeros(0)
     return int(np.median(together[together > 0])) if (together > 0).any() else 0
 
