@@ -110,8 +110,13 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
     found = {"trace/step_us": float(median(durations))}
     names = ("compute", "comm_exposed", "comm_hidden", "mem_exposed", "idle", "dataloader")
     for name in names:
-        known = [(step[f"{name}_us"], step["duration_us"]) for step in steps if step.get(f"{name}_us") is not None]
-        whole = sum(duration for _, duration in known)
+        # Of the GPU's window of the step where there is one, which lies later than the host's.
+        known = [
+            (step[f"{name}_us"], step.get("window_us") or step["duration_us"])
+            for step in steps
+            if step.get(f"{name}_us") is not None
+        ]
+        whole = sum(window for _, window in known)
         if whole:
             found[f"trace/{name}_pct"] = 100 * sum(part for part, _ in known) / whole
     straggler = report.get("straggler")
