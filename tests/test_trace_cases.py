@@ -226,6 +226,24 @@ def test_work_that_was_launched_long_ago_waits_for_other_work(tmp_path: Path) ->
     assert {cause: ns for cause, ns in found.split.idle_by_cause.items() if ns} == {"dependency": 140_000}
 
 
+# FSDP
+
+
+def _layer(number: int, at: float) -> list[dict[str, Any]]:
+    """The gather of a layer, on the GPU alone: half of it behind a kernel."""
+    gather = kernel("ncclDevKernel_AllGather_RING_LL", at, at + 40, 0, stream=20)
+    # as kineto writes it: 1 ns early and 2 ns longer
+    mirror = event("gpu_user_annotation", f"FSDP::all_gather (layers.{number})", at - 0.001, at + 40.001, 20)
+    return [gather, mirror, kernel("gemm", at + 20, at + 100, 0)]
+
+
+def test_layers_by_the_annotations_of_the_gpu_alone(tmp_path: Path) -> None:
+    events = [one for number in range(3) for one in _layer(number, 100 * number + 1)]
+    found = summary(tmp_path, *events).gathers
+    assert found.units == ["layers.0", "layers.1", "layers.2"]
+    assert found.exposed.tolist() == [20_000] * 3
+
+
 # CPUs
 
 

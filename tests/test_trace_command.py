@@ -107,7 +107,8 @@ def test_fail_on_gives_the_exit_code(
     folder: Path, condition: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(folder, "--fail_on", condition) == code
-    assert ("fail_on: " in capsys.readouterr().out) == bool(code)
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("fail_on: " if code else "fail_on does not hold: ")
 
 
 def test_every_figure_can_be_named(folder: Path) -> None:
@@ -168,8 +169,23 @@ def test_files_are_written_though_the_reader_of_the_report_has_gone(folder: Path
     process.stdout.close()
     assert process.stderr is not None
     assert b"Traceback" not in process.stderr.read()
-    process.wait(60)
+    assert process.wait(60) == 141  # not 1, which is a verdict
     assert json.loads(file.read_text())["ranks"]
+
+
+def test_json_on_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(folder, "--json", "-") == 0
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert report["straggler"]["rank"] == 2
+    assert report["figures"]["warnings"] >= 1
+    assert "Slow rank" in told.err
+
+
+def test_what_was_not_read_is_told_first(folder: Path, even: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(folder, even) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("note: ") for line in lines[:4]), lines[:6]
 
 
 def test_help_needs_no_torch() -> None:

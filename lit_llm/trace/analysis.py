@@ -56,7 +56,8 @@ def analyze(
         kept.append(summaries[place])
     analysis = combine(kept, world_size=belonging.world_size, missing=belonging.missing)
     analysis.source = found.source
-    analysis.health = _health([*found.notes, *failed, *belonging.notes], kept) + analysis.health
+    analysis.notes = [*found.notes, *failed, *belonging.notes]
+    analysis.health = _health(analysis.notes, kept) + analysis.health
     if timeline:
         analysis.timeline = _timeline(kept, analysis, processes)
     analysis.seconds = time.monotonic() - begun

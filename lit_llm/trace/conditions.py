@@ -82,6 +82,13 @@ FIGURES: dict[str, Callable[[Analysis], float | None]] = {
 """What a condition may name: medians over ranks, in percent of the window (on a CPU: of the steps), or microseconds."""
 
 
+def shown(value: float | None) -> str:
+    """A figure; counts without a point."""
+    if value is None:
+        return "not told"
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
 class Condition:
     """Comparisons joined by ``or`` and ``and``, which binds closer.
 
@@ -109,6 +116,11 @@ class Condition:
             raise UserError(f"--fail_on {self.text!r}: {found.group(3)} is beyond all figures")
         return name, found.group(2), bound
 
+    @property
+    def names(self) -> list[str]:
+        """The figures that it asks for."""
+        return list(dict.fromkeys(name for terms in self._any for name, _, _ in terms))
+
     def holds(self, analysis: Analysis) -> str | None:
         """What holds, with the figures; None if it does not.
 
@@ -123,7 +135,7 @@ class Condition:
                     raise UserError(f"--fail_on {self.text!r}: these traces do not tell {name}; name another figure")
                 if not _COMPARISONS[sign](value, bound):
                     break
-                told.append(f"{name} is {value:,.1f} ({sign}{bound:g})")
+                told.append(f"{name} is {shown(value)} ({sign}{bound:g})")
             else:
                 return " and ".join(told)
         return None

@@ -55,10 +55,16 @@ def gathers_of(trace: RankTrace, collectives: Collectives, exposed: Ints) -> Gat
     for place, name in enumerate(trace.names):
         if (found := kinds.UNIT.match(name)) is not None:
             units[place] = found.group(1), found.group(2) or found.group(3) or ROOT
+    noted = np.isin(events.name, list(units))
+    called = collectives.launched
+    category = Category.ANNOTATION
+    if not (
+        noted & (events.category == category)
+    ).any():  # the host's rows may be missing, and the GPU's copies be there
+        category, called = Category.GPU_ANNOTATION, collectives.begin
     gathers: list[tuple[int, int, str]] = []
     turns: list[tuple[int, int, str, bool, bool]] = []  # begin, end, unit, backward, whether it is the unit's own turn
-    chosen = np.isin(events.name, list(units)) & (events.category == Category.ANNOTATION)
-    for place in np.flatnonzero(chosen).tolist():
+    for place in np.flatnonzero(noted & (events.category == category)).tolist():
         what, unit = units[int(events.name[place])]
         begin, end = int(events.start[place]), int(events.end[place])
         if what == "all_gather":
@@ -74,14 +80,14 @@ def gathers_of(trace: RankTrace, collectives: Collectives, exposed: Ints) -> Gat
     bare = covered(exposed, collectives.begin, collectives.end)
     starts = np.array([span[0] for span in gathers], dtype=np.int64)
     turn_starts = np.array([turn[0] for turn in turns], dtype=np.int64)
-    for place in np.flatnonzero(is_gather & (collectives.launched >= 0)).tolist():
-        called = int(collectives.launched[place])
-        at = int(np.searchsorted(starts, called, side="right")) - 1
-        if at < 0 or called >= gathers[at][1]:
+    for place in np.flatnonzero(is_gather & (called >= 0)).tolist():
+        when = int(called[place])
+        at = int(np.searchsorted(starts, when, side="right")) - 1
+        if at < 0 or when >= gathers[at][1]:
             continue
         unit = gathers[at][2]
-        turn = int(np.searchsorted(turn_starts, called, side="right")) - 1
-        inside = turn >= 0 and called < turns[turn][1]
+        turn = int(np.searchsorted(turn_starts, when, side="right")) - 1
+        inside = turn >= 0 and when < turns[turn][1]
         backward = inside and turns[turn][3]
         own = inside and turns[turn][4] and turns[turn][2] == unit
         step = int(collectives.step[place])

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from lit_llm.trace.conditions import FIGURES
 from lit_llm.trace.diff_json import difference_json
 from lit_llm.trace.results import (
     Analysis,
@@ -29,6 +30,7 @@ def to_json(analysis: Analysis, difference: Difference | None = None) -> dict[st
     Times are floats in microseconds (fields ``*_us``) with three decimals, that is, every nanosecond, so that the parts
     of a window add up. What a trace can't tell is None (null), never 0. ``share`` and ``early`` are between 0 and 1,
     ``bandwidth`` is in bytes per second, ``start_us`` counts from the first step of any rank.
+    ``figures`` are those that ``--fail_on`` knows, in percent, microseconds and counts.
     With a ``difference`` there is the field of that name: see :func:`~lit_llm.trace.diff_json.difference_json`.
     """
     origin = min((step.start for rank in analysis.ranks for step in rank.steps), default=0)
@@ -37,6 +39,7 @@ def to_json(analysis: Analysis, difference: Difference | None = None) -> dict[st
         "source": analysis.source,
         "world_size": analysis.world_size,
         "missing_ranks": list(analysis.missing_ranks),
+        "figures": {name: _finite(figure(analysis)) for name, figure in FIGURES.items()},
         "seconds": _finite(analysis.seconds),
         "ranks": [_rank(rank, origin) for rank in analysis.ranks],
         "collectives": [_collective(kind) for kind in analysis.collectives],

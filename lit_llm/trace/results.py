@@ -233,6 +233,8 @@ class Analysis:
     timeline: Timeline | None = None
     world_size: int | None = None
     missing_ranks: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was left out of what the user named, and why; stands in ``health`` as well."""
     seconds: float = 0.0
     """That reading and analysing took."""
 

@@ -82,6 +82,8 @@ def communication(
         return None
     gpu = ranks[0].device == "gpu"
     evidence = _over(ranks)
+    if not known and len(ranks) > 1:
+        evidence += "; how much of it is waiting for late ranks can't be told, as not all members were read"
     if known:
         evidence += f"; {percent(waited)} of it waiting for late ranks, {percent(1 - waited)} transferring"
     advice = _WAITING_ADVICE if known and waited > 0.6 else _REDUCING_ADVICE
@@ -123,9 +125,10 @@ def prefetch(ranks: Sequence[RankSummary], layers: Sequence[FsdpLayer]) -> Verdi
     if early:
         asked = float(np.mean(early))
         evidence += f"; {percent(asked) if asked else 'none'} of these units' gathers were called for before their turn"
+    how = "Set trainer.strategy.prefetch to 1 or more" if np.mean(early or [0.0]) < 0.9 else "Set prefetch to 2"
     advice = (
-        "Set trainer.strategy.prefetch to 1 or more, keep what is large gathered (reshard_after_forward false), or "
-        "raise data.micro_batch_size so that a layer computes longer than the next takes to arrive."
+        f"{how}, keep what is large gathered (reshard_after_forward false), or raise data.micro_batch_size so that a "
+        "layer computes longer than the next takes to arrive."
     )
     message = f"The gather of {names} does not hide behind the compute before it: {percent(share)} of a step"
     grave = gpu and share >= (0.01 if odd else 0.05)

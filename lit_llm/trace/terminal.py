@@ -61,6 +61,8 @@ class _Report(Printer):
         analysis = self.analysis
         self._line(analysis.source, "bold")
         self._line(f"{look.summary(analysis)}; read in {analysis.seconds:.1f} s", "dim")
+        for note in analysis.notes:
+            self._line(f"note: {note}")
         for verdict in look.by_severity(analysis):
             self._verdict(verdict)
         self._rank_table()
@@ -68,9 +70,10 @@ class _Report(Printer):
         self._layers()
         self._idle()
         self._kernels()
-        if analysis.health:
+        health = [item for item in analysis.health if item.message not in analysis.notes]
+        if health:
             self._heading("Health of the traces")
-        for item in analysis.health:
+        for item in health:
             self._line(("" if item.rank is None else f"rank {item.rank}: ") + item.message, indent=2)
 
     def _verdict(self, verdict: Verdict) -> None:
