@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -33,7 +35,7 @@ def rank_main(rank: int, world: int, port: int, folder: str, what: str, who: int
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=patience)
     watch, step = PeerWatch(timeout), 0
     watch.start(lambda: step)
-    steps = 20 if what == "ends" else STEPS
+    steps = 20 if what in ("ends", "quiet") else STEPS
     try:
         while step < steps:
             if step == 15 and what == "raises" and rank == who:
@@ -42,11 +44,20 @@ def rank_main(rank: int, world: int, port: int, folder: str, what: str, who: int
                 raise RunStopped("the loss is no longer finite")
             if step == 15 and what == "hangs" and rank == who:
                 time.sleep(60)
+            if step == 15 and what.startswith("quiet") and rank == who:
+                with watch.quiet(0.0 if what == "quiet unsaid" else 60.0):
+                    if what == "quiet, then dead":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    # Keeps the interpreter, as no other function of the library does.
+                    ctypes.PyDLL(None).sleep(int(2 * timeout) + 1)
+                (place / f"quiet-{rank}").touch()
             dist.all_reduce(torch.ones(2))
             step += 1
             (place / f"now-{rank}").write_text(str(step))
             os.replace(place / f"now-{rank}", place / f"at-{rank}")
             time.sleep(0.005)
+        if what == "quiet":
+            watch.stop()
         if what == "ends":
             time.sleep(0.7 * rank)  # rank 0 is the first to go
             watch.stop()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
@@ -16,7 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from lit_llm.errors import RunStopped, UserError
-from lit_llm.training.peers import PeerWatch
+from lit_llm.training.beats import Beat
+from lit_llm.training.peers import PeerWatch, _Run
 from tests.distributed import _free_port
 from tests.elastic_peers import rank_main
 
@@ -136,6 +138,79 @@ def test_the_end_is_silent_although_rank_0_goes_first(server: ForkServerContext,
     assert all((tmp_path / f"done-{rank}").exists() for rank in range(3))
 
 
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_that_says_so_may_be_silent_for_longer(server: ForkServerContext, tmp_path: Path, who: int) -> None:
+    codes, said = ranks(server, tmp_path, 2, "quiet", who, timeout=1.0)
+    assert (codes, said) == ([0, 0], ["", ""])
+    assert (tmp_path / f"quiet-{who}").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_say_so_may_not(server: ForkServerContext, tmp_path: Path) -> None:
+    codes, said = ranks(server, tmp_path, 2, "quiet unsaid", 1, timeout=1.0)
+    assert codes[0] == 1
+    (line,) = told(said[0])
+    assert re.match(r"rank 1 \(host \S+, process \d+\) has not been heard of for 1 s", line)
+
+
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_one_that_dies_while_it_is_silent_is_named(server: ForkServerContext, tmp_path: Path, who: int) -> None:
+    codes, said = ranks(server, tmp_path, 2, "quiet, then dead", who, timeout=3.0)
+    assert codes == [-signal.SIGKILL if rank == who else 1 for rank in range(2)]
+    (line,) = told(said[1 - who])
+    assert re.match(rf"RunStopped rank {who} \(host \S+, process \d+\) has died at step", line)
+
+
+class Rank(_Run):
+    """One of three that judges and does not talk; nobody beats."""
+
+    def __init__(self, rank: int, silence: float, pid: int, machine: str) -> None:
+        self.rank, self.way_out, self.timeout, self.period = rank, "go on", 60.0, 1.0
+        self.mine = Beat.of_this_process(rank)
+        other = Beat(1 - rank, count=5, host="a", pid=pid, machine=machine or self.mine.machine, silence=silence)
+        self.others, self.line, self.final, self.rounds = [other], None, False, 9
+        self.broken_at = self.alarm_at = None
+        self.answered_at, self.dead_at, self.step = other.heard, {}, lambda: 7
+        self._wake = threading.Event()
+
+    def after(self, seconds: float) -> str | None:
+        heard = self.others[0].heard
+        self.answered_at = heard + seconds  # the store, which needs no interpreter, goes on
+        self._decide(heard + seconds)
+        return self.line
+
+
+DEAD = 2**22 + 1  # above the largest process id
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_how_long_a_silent_rank_is_waited_for(rank: int) -> None:
+    plain = Rank(rank, 0.0, os.getpid(), "")
+    assert plain.after(59) is None
+    assert plain.after(61) is not None
+    writing = Rank(rank, 600.0, os.getpid(), "")
+    assert writing.after(599) is None
+    assert "not been heard of" in (writing.after(601) or "")
+    elsewhere = Rank(rank, 600.0, DEAD, "another machine")
+    assert elsewhere.after(599) is None
+    assert elsewhere.after(601) is not None
+    dead = Rank(rank, 600.0, DEAD, "")
+    assert dead.after(59) is None
+    assert dead.after(61) is not None
+
+
+def test_a_connection_that_breaks_while_a_rank_is_silent() -> None:
+    """Another machine's rank may have died, or another one's connection may have broken; it is not called alive."""
+    run = Rank(0, 600.0, DEAD, "another machine")
+    run.others[0].heard -= 10
+    run.mine.state, run.mine.text = "lost", "connection closed"
+    assert run.after(10) is None
+    assert re.match(
+        r"rank 1 \(host a, process \d+\) has said nothing since it began to write at step 0, .*closed",
+        run.after(17) or "",
+    )
+
+
 @pytest.mark.slow
 def test_all_ranks_paused_together_go_on(server: ForkServerContext, tmp_path: Path) -> None:
     def then(processes: list[BaseProcess]) -> None:
@@ -157,6 +232,8 @@ def test_all_ranks_paused_together_go_on(server: ForkServerContext, tmp_path: Pa
 def test_nothing_to_watch() -> None:
     watch = PeerWatch()
     watch.start(lambda: 0)
+    with watch.quiet():
+        assert watch._run is None
     error = RuntimeError("Connection closed by peer")
     assert watch.explain(error) is None
     watch.attach_to(error)

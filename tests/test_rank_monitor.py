@@ -250,7 +250,12 @@ def test_long_accumulation_is_sampled() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"every_n_steps": 0}, "every_n_steps must be at least 1; got 0"),
+        ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1; got 0"),
+        ({"every_n_steps": 2.5}, "every_n_steps must be a whole number of at least 1; got 2.5"),
+        ({"every_n_steps": True}, "every_n_steps must be a whole number of at least 1; got True"),
+        ({"every_n_steps": "x"}, "every_n_steps must be a whole number of at least 1; got 'x'"),
+        ({"threshold": "x"}, "threshold must be a share of a step, such as 0.05; got 'x'"),
+        ({"min_ms": None}, "min_ms must be at least 0 milliseconds; got None"),
         ({"threshold": -0.1}, "threshold must be a share of a step, such as 0.05; got -0.1"),
         ({"min_ms": math.nan}, "min_ms must be at least 0 milliseconds; got nan"),
     ],

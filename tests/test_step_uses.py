@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -470,3 +472,35 @@ def test_data_ranks_differ_within_and_agree_between_micro_batches(two_ranks: Any
     assert not set(one["drawn"][0]) & set(other["drawn"][0])
     assert one["drawn"][1] == other["drawn"][1], "what shuffles by torch's generator shuffles alike"
     assert len(set(one["drawn"][1])) == 3
+
+
+# What a fit does to its process
+
+
+class Collections(Callback):
+    """Objects that a full collection would leave out, in the middle of a fit."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.frozen, self.fails = 0, fails
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.frozen = gc.get_freeze_count()
+        if self.fails:
+            raise RuntimeError("in the middle")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_garbage_collector_is_kept_from_what_was_there_before(tmp_path: Path, fails: bool) -> None:
+    gc.unfreeze()
+    watch = Collections(fails)
+    run = trainer(str(tmp_path), callbacks=[watch], max_steps=2)
+    with pytest.raises(RuntimeError, match="in the middle") if fails else nullcontext():
+        run.fit(LitLLM(**OPTIONS), loader(4))
+    assert watch.frozen > 10_000
+    assert gc.get_freeze_count() == 0
+    gc.freeze()  # somebody's own is left alone
+    mine = gc.get_freeze_count()
+    with pytest.raises(RuntimeError, match="in the middle") if fails else nullcontext():
+        trainer(str(tmp_path), callbacks=[watch], max_steps=2).fit(LitLLM(**OPTIONS), loader(4))
+    assert gc.get_freeze_count() >= 0.9 * mine
+    gc.unfreeze()

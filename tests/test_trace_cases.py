@@ -180,6 +180,13 @@ def test_marks(tmp_path: Path, marks: list[Any], expected: list[Any]) -> None:
     assert [tuple(row) for row in rows] == expected
 
 
+def test_a_step_that_the_run_ended_in_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, [step(0, 0, 100), step(1, 100, 900), event("cpu_op", "aten::mm", 0, 10)])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lit_llm": {"last_step_is_partial": True}}))
+    assert summarize_file(str(path)).marks.numbers.tolist() == [0]
+    assert any("in the middle of a step" in one.message for one in analyze(tmp_path).health)
+
+
 def test_a_validation_inside_a_step_is_no_part_of_its_length(tmp_path: Path) -> None:
     events = [step(0, 0, 500), event("user_annotation", "validation", 100, 400), event("cpu_op", "aten::mm", 0, 10)]
     assert summary(tmp_path, *events).marks.lengths.tolist() == [200_000]

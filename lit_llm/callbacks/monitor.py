@@ -47,12 +47,12 @@ class RankMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50, threshold: float = 0.05, min_ms: float = 5.0) -> None:
-        if every_n_steps < 1:
-            raise UserError(f"rank_monitor.every_n_steps must be at least 1; got {every_n_steps}")
-        if not 0 <= threshold < math.inf:
-            raise UserError(f"rank_monitor.threshold must be a share of a step, such as 0.05; got {threshold}")
-        if not 0 <= min_ms < math.inf:
-            raise UserError(f"rank_monitor.min_ms must be at least 0 milliseconds; got {min_ms}")
+        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
+            raise UserError(f"rank_monitor.every_n_steps must be a whole number of at least 1; got {every_n_steps!r}")
+        if not _is_amount(threshold):
+            raise UserError(f"rank_monitor.threshold must be a share of a step, such as 0.05; got {threshold!r}")
+        if not _is_amount(min_ms):
+            raise UserError(f"rank_monitor.min_ms must be at least 0 milliseconds; got {min_ms!r}")
         self.every_n_steps, self.threshold, self.min_ms = every_n_steps, threshold, min_ms
         self._timer: ForwardTimer | None = None
         self._fetches = _Fetches()
@@ -248,6 +248,10 @@ class _Fetches:
         if self._ours is not None and self._calls is not None and self._fetcher._stop_profiler is self._ours[1]:
             self._fetcher._start_profiler, self._fetcher._stop_profiler = self._calls
         self._fetcher = self._calls = self._ours = None
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _joined(trainer: Trainer) -> bool:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_llm.callbacks.flight_recorder import switch_on, write_into
 from lit_llm.callbacks.trace_files import FOLDER
 from lit_llm.callbacks.trace_request import Request
 from lit_llm.callbacks.trace_run import CaptureRun, Settings
-from lit_llm.callbacks.trace_window import Ranks, Schedule, check_count
+from lit_llm.callbacks.trace_window import Ranks, Schedule, check_count, check_flag
 from lit_llm.errors import UserError
 
 _READING_AT_END_S = 60.0
+_live: list[CaptureRun] = []  # fits of this process that have not been ended
 
 
 class TraceCapture(Callback):
@@ -84,10 +87,14 @@ class TraceCapture(Callback):
     ) -> None:
         check_count("max_windows", max_windows, 1)
         check_count("max_mb", max_mb, 1)
+        options = {"record_shapes": record_shapes, "with_stack": with_stack, "profile_memory": profile_memory}
+        others = {"on_demand": on_demand, "analyze": analyze, "memory_snapshot": memory_snapshot}
+        for name, value in {**options, **others, "flight_recorder": flight_recorder}.items():
+            check_flag(name, value)
         self.settings = Settings(
             Schedule(start, wait, warmup, active, every_n_steps, repeat),
             Ranks.of(ranks),
-            {"record_shapes": record_shapes, "with_stack": with_stack, "profile_memory": profile_memory},
+            options,
             max_windows,
             max_mb << 20,
             analyze,
@@ -106,6 +113,8 @@ class TraceCapture(Callback):
         """Refuses what it can't work beside, and begins to listen."""
         if stage != TrainerFn.FITTING or trainer.fast_dev_run:
             return
+        _end_left_over(trainer)
+        self._leave()
         if isinstance(trainer.profiler, PyTorchProfiler):
             raise UserError(
                 "TraceCapture can't run beside Lightning's PyTorchProfiler, as torch has one profiler at a time; leave "
@@ -127,7 +136,6 @@ class TraceCapture(Callback):
             write_into(Path(trainer.default_root_dir, FOLDER))
             if self._late is not None:
                 rank_zero_warn(self._late)
-        self._leave()
         if self.on_demand:
             self._request = Request(trainer)
 
@@ -136,7 +144,8 @@ class TraceCapture(Callback):
         if trainer.fast_dev_run:
             return
         self._run = CaptureRun(self.settings, trainer, self._request)
-        self._run.consider()
+        _live.append(self._run)
+        self._run.turn()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -169,6 +178,31 @@ class TraceCapture(Callback):
         self._leave()
 
     def _leave(self) -> None:
+        if self._run is not None:
+            _end(self._run)
         if self._request is not None:
             self._request.close()
         self._request = self._run = None
+
+
+def _end_left_over(trainer: Any = None) -> None:
+    """Ends fits whose callback was not told that they have ended, as by another callback's ``on_exception`` raising.
+
+    Args:
+        trainer: that begins a fit, so has no other one; None: all end, as the process does.
+    """
+    for run in list(_live):
+        if trainer in (None, run.trainer) or run.trainer.state.status != TrainerStatus.RUNNING:
+            _end(run)
+
+
+def _end(run: CaptureRun) -> None:
+    if run in _live:
+        _live.remove(run)
+        with suppress(Exception):
+            run.finish(0.0)
+        if run.request is not None:
+            run.request.close()
+
+
+atexit.register(_end_left_over)  # a process that ends while torch's profiler runs may crash

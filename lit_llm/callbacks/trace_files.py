@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,9 @@ FOLDER = "traces"
 RAW_PER_PACKED = 12
 """How much larger a trace is before it is packed, at least: the limit on the raw file in terms of the packed one."""
 LEAST_FREE = 256 << 20
-"""Bytes that must be free on the disk before a trace is written."""
+"""Bytes that must be free on the disk before a trace is written; how large it gets can't be told before."""
+KEEP_FREE = 128 << 20
+"""Bytes that stay free while one is packed: a checkpoint that finds no room loses more than a trace."""
 _LEVEL = 3  # of packing: a third of the time of the default level, for a tenth more bytes
 _CHUNK = 1 << 20
 _log = logging.getLogger("lit_llm")
@@ -58,12 +61,53 @@ def room_problem(folder: Path) -> str | None:
     return f"only {free >> 20} MiB are free in {folder} (a trace wants {LEAST_FREE >> 20})"
 
 
+def write_raw(export: Callable[[str], object], packed: Path, run: str) -> Path:
+    """Has the profiler write its JSON beside the file that is to be made of it.
+
+    Args:
+        export: writes it to a path.
+        packed: the trace's file.
+        run: what tells this run from another one that writes into the same folder.
+
+    Returns:
+        The JSON's file.
+
+    Raises:
+        OSError: it was not written whole; nothing of it is left then, so that a full disk gets no fuller.
+    """
+    raw = packed.with_name(f".{packed.name.removesuffix('.gz')}.{run}.partial")
+    try:
+        export(str(raw))
+        if not is_whole(raw):
+            raise OSError("the profiler could not write it; is the disk full?")
+        _check_room(packed.parent)
+    except BaseException:
+        remove_raw(raw)
+        raise
+    return raw
+
+
+def remove_raw(raw: Path) -> None:
+    """Removes the profiler's JSON, also the one that it had not finished."""
+    for path in (raw, raw.with_name(f"{raw.name}.tmp")):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _check_room(folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < KEEP_FREE:
+        raise OSError(f"only {free >> 20} MiB are free in {folder} (it leaves {KEEP_FREE >> 20} for checkpoints)")
+
+
 class Packing(threading.Thread):
     """Packs a trace that the profiler has written, and gives it its name at the end.
 
+    Where another run has made that file meanwhile, it goes into the next free window's folder, ``step-000100-2``.
+
     Args:
-        raw: the JSON; removed at the end.
-        packed: the file to make.
+        raw: the JSON, of :func:`write_raw`; removed at the end.
+        packed: the file to make; where it has become another one, ``packed`` is that.
         max_bytes: of the packed file, roughly: from :data:`RAW_PER_PACKED` times as much JSON on, the last steps are
             left out (:mod:`lit_llm.callbacks.trace_cut`).
         hurry: whether somebody waits for it; else it leaves the processor to others.
@@ -79,7 +123,7 @@ class Packing(threading.Thread):
         """Packs."""
         if not self.hurry:
             _be_nice()
-        partial = self.packed.with_name(f".{self.packed.name}.partial")
+        partial = self.raw.with_suffix(".gz.partial")
         try:
             limit = int(RAW_PER_PACKED * self.max_bytes)
             if self.raw.stat().st_size > limit:
@@ -89,19 +133,30 @@ class Packing(threading.Thread):
                 partial.open("wb") as target,
                 gzip.GzipFile("", "wb", _LEVEL, target, mtime=0) as stream,
             ):
-                shutil.copyfileobj(source, stream, _CHUNK)
-            # Names are agreed on over the ranks: only a second run in the same folder could have made this one.
-            if self.packed.exists():
-                raise FileExistsError(f"{self.packed} is there already")
-            os.replace(partial, self.packed)
-            self.raw.unlink()
+                while chunk := source.read(_CHUNK):
+                    _check_room(partial.parent)
+                    stream.write(chunk)
+            self._give_name(partial)
         except Exception as error:
             self.problem = f"no trace was written: {' '.join(str(error).split())}"
-            for path in (partial, self.raw):
-                with suppress(OSError):
-                    path.unlink()
-        if self.problem is not None:
+            with suppress(OSError):
+                partial.unlink()
             _log.warning("%s: %s", self.packed, self.problem)
+        finally:
+            remove_raw(self.raw)
+
+    def _give_name(self, partial: Path) -> None:
+        """Gives the packed file its name, never that of a file that is there."""
+        wanted, number = self.packed, 1
+        while not _rename_to_new(partial, self.packed):
+            # Names are agreed on over the ranks: only a second run in the same folder can have made this one.
+            number += 1
+            folder = wanted.parent.with_name(f"{wanted.parent.name}-{number}")
+            folder.mkdir(exist_ok=True)
+            self.packed = folder / wanted.name
+        if number > 1:
+            self.problem = f"another run writes here too, so this trace is {self.packed}; give each run its own folder"
+            _log.warning("%s: %s", wanted, self.problem)
 
     def _cut(self, limit: int) -> None:
         """In a process of its own, which the training's threads need not share an interpreter with."""
@@ -115,11 +170,13 @@ class Packing(threading.Thread):
                 f"the trace is {size >> 20} MiB of JSON and was cut to its first {done.stdout.strip()} steps; raise "
                 "trace_capture.max_mb, or lower active"
             )
+            _log.warning("%s: %s", self.packed, self.problem)
             return
         with suppress(OSError):
             target.unlink()
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         self.problem = f"the trace is {size >> 20} MiB of JSON and could not be cut to fewer steps ({why})"
+        _log.warning("%s: %s", self.packed, self.problem)
 
 
 def is_whole(path: Path) -> bool:
@@ -130,6 +187,23 @@ def is_whole(path: Path) -> bool:
             return file.read().rstrip().endswith(b"}")
     except OSError:
         return False
+
+
+def _rename_to_new(path: Path, target: Path) -> bool:
+    """Whether the target was not there and the file is it now; a rename alone would take another one's place."""
+    try:
+        os.link(path, target)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        try:
+            target.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        os.replace(path, target)
+        return True
+    path.unlink()
+    return True
 
 
 def _be_nice() -> None:

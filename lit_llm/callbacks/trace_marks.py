@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.profilers import Profiler
@@ -13,13 +14,84 @@ _STRATEGY = {"batch_to_device": "batch_to_device", "training_step": "forward", "
 _PLAIN = {"optimizer_step": "optimizer", "save_checkpoint": "checkpoint"}  # of manual optimization; of the Trainer
 
 
-class StepMarks(Profiler):
-    """Stands before the Trainer's profiler during a window; it hands everything on, and marks the trace.
+class Listening(Profiler):
+    """Stands before a Trainer's profiler and hands everything on, attributes and copying as well.
+
+    What listens comes outside of the inner one's measuring, which so does not count it.
+
+    Args:
+        inner: the Trainer's.
+        before: called with each action that is about to start.
+        after: called with each one that has stopped.
+    """
+
+    def __init__(self, inner: Profiler, before: Callable[[str], None], after: Callable[[str], None]) -> None:
+        self.__dict__.update(
+            _inner=inner, _before=before, _after=after
+        )  # the base's own attributes are the inner one's
+
+    def start(self, action_name: str) -> None:
+        """Of an action."""
+        self._before(action_name)
+        self._inner.start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        """Of an action."""
+        self._inner.stop(action_name)
+        self._after(action_name)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[Any]:
+        """Of an action; the inner one's, which need not call its own ``start``."""
+        self._before(action_name)
+        try:
+            with self._inner.profile(action_name) as given:
+                yield given
+        finally:
+            self._after(action_name)
+
+    def summary(self) -> str:
+        """The inner one's."""
+        return self._inner.summary()
+
+    def describe(self) -> None:
+        """The inner one's."""
+        self._inner.describe()
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """The inner one's."""
+        self._inner.setup(*args, **kwargs)
+
+    def teardown(self, stage: str | None) -> None:
+        """The inner one's."""
+        self._inner.teardown(stage)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
+
+    def __reduce__(self) -> Any:
+        """A copy of what holds a Trainer, as of a LightningModule, gets one of the inner one."""
+        return _itself, (self._inner,)
+
+    def __del__(self) -> None:
+        """Nothing: the inner one goes on."""
+
+
+def _itself(one: Any) -> Any:
+    return one
+
+
+class StepMarks:
+    """Listens to the Trainer's profiler during a window, and marks the trace.
 
     ``ProfilerStep#N`` is open from the first data fetch of a step to the end of its last ``on_train_batch_end``, those
     of all callbacks and the module included; in it ``data_fetch``, ``batch_to_device``, ``forward``, ``backward``,
     ``optimizer`` (from behind the closure to the end of the optimizer's own step) and ``checkpoint``. What lies
-    between two steps is outside: epoch turns and ``validation``.
+    between two steps is outside: epoch turns and ``validation``. A step that an epoch's end has cut off, as of a batch
+    that ``on_train_batch_start`` skips, begins anew in the next epoch, and its first mark is one of :attr:`dropped`.
 
     Args:
         trainer: of the run.
@@ -39,68 +111,53 @@ class StepMarks(Profiler):
         end: Callable[[], None],
         pause: Callable[[bool], None],
     ) -> None:
-        super().__init__()
         self.steps: list[int] = []
         """That are recorded; the last one may still be open."""
-        self.inner = trainer.profiler
+        self.dropped: list[str] = []
+        """Names of marks of steps that have begun anew, under another name of the same number."""
         self._trainer, self._first, self._last = trainer, first, last
         self._begin, self._end, self._pause = begin, end, pause
         self._begun = self._step_is_open = self._inside_step_call = False
+        self._name = ""  # of the latest step's mark
+        self._listening: Listening | None = None
         self._open: dict[str, Any] = {}  # in the order of opening
         self._actions: dict[str, tuple[Callable[[], None] | None, Callable[[], None] | None]] = {}
         self._hooks: list[Any] = []
-
-    # Lightning's profiler
-
-    def start(self, action_name: str) -> None:
-        """Of an action."""
-        self.inner.start(action_name)
-        if (do := self._of(action_name)[0]) is not None:
-            do()
-
-    def stop(self, action_name: str) -> None:
-        """Of an action."""
-        if (do := self._of(action_name)[1]) is not None:
-            do()
-        self.inner.stop(action_name)
-
-    def summary(self) -> str:
-        """The inner one's."""
-        return self.inner.summary()
-
-    def describe(self) -> None:
-        """The inner one's."""
-        self.inner.describe()
-
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        """The inner one's."""
-        self.inner.setup(*args, **kwargs)
-
-    def teardown(self, stage: str | None) -> None:
-        """Nothing: the inner one is torn down by the Trainer."""
 
     # In and out
 
     def install(self) -> None:
         """Takes its place in the Trainer and at its optimizers."""
-        self._trainer.profiler = self
-        for optimizer in self._trainer.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step_call))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step_call))
+        self._listening = self._trainer.profiler = Listening(self._trainer.profiler, self._on_start, self._on_stop)
+        for optimizer in self._trainer.optimizers:  # lambdas, as copying a bound method copies its object
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_step_call()))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_step_call()))
 
     def remove(self) -> None:
         """Closes what is open, and leaves everything as it was."""
         self._end_validation()
-        while self._open:
-            self._close(next(reversed(self._open)))
-        self._step_is_open = False
+        self._close_step()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._trainer.profiler is self:
-            self._trainer.profiler = self.inner
+        listening, self._listening = self._listening, None
+        if listening is not None and self._trainer.profiler is listening:
+            self._trainer.profiler = listening._inner
+
+    @property
+    def last_is_partial(self) -> bool:
+        """Whether the latest step has begun and has not been taken."""
+        return bool(self.steps) and self._trainer.global_step <= self.steps[-1]
 
     # Actions
+
+    def _on_start(self, action: str) -> None:
+        if self._listening is not None and (do := self._of(action)[0]) is not None:
+            do()
+
+    def _on_stop(self, action: str) -> None:
+        if self._listening is not None and (do := self._of(action)[1]) is not None:
+            do()
 
     def _of(self, action: str) -> tuple[Callable[[], None] | None, Callable[[], None] | None]:
         found = self._actions.get(action)
@@ -134,6 +191,8 @@ class StepMarks(Profiler):
             return None, self._end_validation
         if hook == "on_train_batch_end" and of_module:
             return None, self._end_micro_batch
+        if hook == "on_train_epoch_end":  # a step goes on only where one of its batches was skipped
+            return self._close_step, None
         return None, None
 
     def _mark(self, name: str, step: bool = False) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -153,17 +212,26 @@ class StepMarks(Profiler):
         if not self._begun:
             self._begun = True
             self._begin()
-        self.steps.append(step)
+        if self.steps and self.steps[-1] == step:  # anew: the same number, and told from the first one
+            self.dropped.append(self._name)
+            self._name = self._name.replace("#", "#0")
+        else:
+            self.steps.append(step)
+            self._name = f"ProfilerStep#{step}"
         self._step_is_open = True
-        self._enter(f"ProfilerStep#{step}")
+        self._enter(self._name)
+
+    def _close_step(self) -> None:
+        if self._step_is_open:
+            while self._open:
+                self._close(next(reversed(self._open)))
+        self._step_is_open = False
 
     def _end_micro_batch(self) -> None:
         step = self._trainer.global_step
         if not self._step_is_open or step <= self.steps[-1]:
             return
-        while self._open:
-            self._close(next(reversed(self._open)))
-        self._step_is_open = False
+        self._close_step()
         if step >= self._last:
             self._end()
 
@@ -179,11 +247,11 @@ class StepMarks(Profiler):
 
     # The optimizer's own step: forward and backward run inside of it, as its closure
 
-    def _before_step_call(self, *_: Any) -> None:
+    def _before_step_call(self) -> None:
         # Opened before: it must also close outside, as the call has a mark of its own.
         self._inside_step_call = "optimizer" not in self._open
 
-    def _after_step_call(self, *_: Any) -> None:
+    def _after_step_call(self) -> None:
         if self._inside_step_call:
             self._close("optimizer")
         self._inside_step_call = False

@@ -20,7 +20,8 @@ class Request:
     """Notices that somebody asks for a trace: ``touch traces/capture`` in the run's folder, or SIGUSR2.
 
     The file is looked for by rank 0 and removed when the request is taken. The signal is listened to where nobody
-    else does (its default would end the process), and only by the main thread.
+    else does (its default would end the process), and only by the main thread. It is for a rank's process: sent to a
+    whole process group it ends data workers that are not forked, and launchers such as torchrun.
 
     Args:
         trainer: of the run.
@@ -33,16 +34,15 @@ class Request:
             with suppress(OSError):  # so that the file can be made before there is a trace
                 os.makedirs(os.path.dirname(self.path), exist_ok=True)
         self._signalled = self._told = False
-        self._listens = False
+        self._connector = trainer._signal_connector
+        self._handler: _Handler | None = None
         main = threading.current_thread() is threading.main_thread()
-        if _NUMBER is not None and main and signal.getsignal(_NUMBER) == signal.SIG_DFL:
-            if _NUMBER in requeue_signals(trainer):
-                return
-            signal.signal(_NUMBER, self._on_signal)
-            self._listens = True
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        if _NUMBER is None or not main or _NUMBER in requeue_signals(trainer):
+            return
+        there = signal.getsignal(_NUMBER)
+        if there == signal.SIG_DFL or (isinstance(there, _Handler) and there.request is None):
+            self._handler = _Handler(self)
+            signal.signal(_NUMBER, self._handler)
 
     def is_new(self) -> bool:
         """Whether there is a request that was not yet told of; asks the file system once, on rank 0."""
@@ -65,8 +65,26 @@ class Request:
                 self._looks = False
 
     def close(self) -> None:
-        """Leaves the signal as it was."""
-        if self._listens and _NUMBER is not None:
-            if signal.getsignal(_NUMBER) == self._on_signal:
+        """Leaves the signal as it was. Can be called twice."""
+        handler, self._handler = self._handler, None
+        if handler is None or _NUMBER is None:
+            return
+        handler.request = None
+        # Lightning found it there when training began, and after an exception would put it back later than this.
+        before = self._connector._original_handlers
+        if before.get(_NUMBER) is handler:
+            before[_NUMBER] = signal.SIG_DFL
+        if signal.getsignal(_NUMBER) is handler:
+            with suppress(ValueError):  # of a thread: it does nothing then, and the next request takes its place
                 signal.signal(_NUMBER, signal.SIG_DFL)
-            self._listens = False
+
+
+class _Handler:
+    """Of the signal; a closed one has no request, and may be replaced."""
+
+    def __init__(self, request: Request) -> None:
+        self.request: Request | None = request
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.request is not None:
+            self.request._signalled = True

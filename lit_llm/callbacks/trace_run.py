@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lit_llm.callbacks.trace_files import FOLDER, Packing, claim, file_name, is_
 from lit_llm.callbacks.trace_recording import Recording
 from lit_llm.callbacks.trace_report import Reading, figures, lines
 from lit_llm.callbacks.trace_request import Request
-from lit_llm.callbacks.trace_window import Ranks, Schedule, Window
+from lit_llm.callbacks.trace_window import Plan, Ranks, Schedule, Window
 from lit_llm.errors import RunStopped
 from lit_llm.training.boundary import StepBoundary
 
@@ -52,17 +51,15 @@ class CaptureRun:
     def __init__(self, settings: Settings, trainer: Any, request: Request | None) -> None:
         self.settings, self.trainer, self.request = settings, trainer, request
         self.step: int = trainer.global_step
-        self.begin = self.step
         mine = (window_names(trainer.default_root_dir), secrets.token_hex(8)) if trainer.is_global_zero else None
         names, self.run = trainer.strategy.broadcast(mine)
         self.taken = set(names)
         self.ranks = settings.ranks.among(trainer.world_size)
-        self.plan: Iterator[Window] = settings.schedule.windows(self.begin)
-        self.next = next(self.plan, None)
-        self.window: Window | None = None
-        self.folder: Path | None = None  # of the latest window
+        self.begin = self.step
+        self.plan = Plan(settings.schedule, self.begin, settings.max_windows, rank_zero_info)
+        self.latest: list[tuple[Window, Path]] = []  # the two latest windows and their folders
         self.recording: Recording | None = None
-        self.opened = self.captured = 0
+        self.waiting: Recording | None = None  # its window has opened, and the last one's last step not quite ended
         self.packings: list[Packing] = []
         self.readings: list[Reading] = []
         self.memory: MemorySnapshot | None = None
@@ -81,26 +78,16 @@ class CaptureRun:
             self._pass_on_request()
         if self.readings:
             self._tell()
-        if self.recording is None:  # else at the end of the last hook, by its marks
-            if self.window is not None and self.step >= self.window.last:
-                self._close()
-            self.consider()
+        self.turn()
 
-    def consider(self) -> None:
-        """Opens the window whose turn it is."""
-        while self.window is None and self.next is not None and self.step >= self.next.prepare:
-            window, self.next = self.next, next(self.plan, None)
-            if self.step < window.last:  # else a window that was asked for lay over it
-                self._open(window)
+    def turn(self) -> None:
+        """Closes and opens the windows whose turn it is."""
+        if (window := self.plan.turn(self.trainer.global_step)) is not None:
+            self._open(window)
 
     def _open(self, window: Window) -> None:
-        if self.opened >= self.settings.max_windows:
-            self.next = None
-            rank_zero_info(f"no more traces: this run has taken {self.opened} windows (trace_capture.max_windows)")
-            return
-        self.opened += 1
-        self.window = window
-        self.folder = folder = Path(self.trainer.default_root_dir, FOLDER, claim(self.taken, window.first))
+        folder = Path(self.trainer.default_root_dir, FOLDER, claim(self.taken, window.first))
+        self.latest = [*self.latest[-1:], (window, folder)]
         if self.trainer.global_rank not in self.ranks:
             return
         recording = Recording(
@@ -109,10 +96,17 @@ class CaptureRun:
             folder,
             self.settings.max_bytes,
             self._recorded,
+            self._stop,
             self.settings.options,
             self._facts(),
             self.memory,
         )
+        if self.recording is None:
+            self._prepare(recording)
+        else:
+            self.waiting = recording
+
+    def _prepare(self, recording: Recording) -> None:
         if recording.prepare():
             self.recording = recording
 
@@ -131,16 +125,14 @@ class CaptureRun:
         }
 
     def _recorded(self) -> None:
-        """At the very end of a window's last step."""
-        self.step = self.trainer.global_step
-        self._close()
-        self.consider()
+        """At the very end of a window's last step; by its steps, the window is closed since its callbacks' hook."""
+        self._stop()
+        waiting, self.waiting = self.waiting, None
+        if waiting is not None:
+            self._prepare(waiting)
 
-    def _close(self, at_end: bool = False, failed: bool = False) -> None:
-        window, self.window = self.window, None
+    def _stop(self, at_end: bool = False, failed: bool = False) -> None:
         recording, self.recording = self.recording, None
-        if window is not None and self.trainer.global_step > window.first:
-            self.captured += 1
         if recording is None:
             return
         packing = recording.stop(hurry=at_end)
@@ -173,19 +165,18 @@ class CaptureRun:
         """All ranks have heard of a request, at the same step."""
         assert self.request is not None
         self.request.take()
-        self.step = self.trainer.global_step
-        if self.window is not None:
-            rank_zero_info("a trace was asked for, and one is being taken already")
-        else:
-            self._open(self.settings.schedule.requested(self.step))
+        self.turn()
+        if (window := self.plan.ask(self.trainer.global_step)) is not None:
+            self._open(window)
 
     # The end
 
     def end(self) -> None:
         """Training has ended."""
-        open_window = self.window
-        self._close(at_end=True)
-        if self.captured or self.settings.schedule.start is None:
+        open_window = self.plan.window
+        self._stop(at_end=True)
+        begun = open_window is not None and self.trainer.global_step > open_window.first
+        if self.plan.closed or begun or self.settings.schedule.start is None:
             return
         first = open_window or next(self.settings.schedule.windows(self.begin))
         rank_zero_warn(
@@ -195,7 +186,8 @@ class CaptureRun:
 
     def finish(self, seconds: float) -> None:
         """Waits for what goes on in the background; for the reading of traces that long at most."""
-        self._close(at_end=True)
+        self.waiting = None
+        self._stop(at_end=True)
         for packing in self.packings:
             packing.join()
         if seconds and any(reading.is_alive() for reading in self.readings):
@@ -208,7 +200,7 @@ class CaptureRun:
     def fail(self, exception: BaseException) -> None:
         """The run ends by an exception, which must be told of and not another one."""
         try:
-            self._close(at_end=True, failed=True)
+            self._stop(at_end=True, failed=True)
             if self.memory is not None:
                 self.memory.on_exception(exception)
             self.finish(0.0)
@@ -223,15 +215,15 @@ class CaptureRun:
         Args:
             together: whether all ranks end at this step.
         """
-        if self.folder is None:
-            return
         trainer = self.trainer
         first = trainer.node_rank * trainer.num_devices
-        files = [self.folder / file_name(one) for one in self.ranks if first <= one < first + trainer.num_devices]
+        ranks = [one for one in self.ranks if first <= one < first + trainer.num_devices]
+        folders = [folder for window, folder in self.latest if window.first <= trainer.global_step]
+        files = [folder / file_name(one) for folder in folders for one in ranks]
         now = time.monotonic()
         give_up, quiet = now + _WRITING_S, now + (_TOGETHER_S if together else _APART_S)
         while not all(file.exists() for file in files) and (now := time.monotonic()) < give_up:
-            if now > quiet and not is_being_written(self.folder):
+            if now > quiet and not any(is_being_written(folder) for folder in folders):
                 break
             time.sleep(0.05)
 

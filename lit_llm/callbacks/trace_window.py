@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lit_llm.errors import UserError
@@ -75,6 +75,59 @@ class Schedule:
         return Window(prepare, first, first + self.active, requested)
 
 
+class Plan:
+    """The windows of a run as they open and close: by steps alone, so alike on ranks that record and on others.
+
+    Args:
+        schedule: of the options.
+        begin: the step that the run begins with.
+        max_windows: after which no more are opened.
+        tell: called with a line on what is left out.
+    """
+
+    def __init__(self, schedule: Schedule, begin: int, max_windows: int, tell: Callable[[str], None]) -> None:
+        self.window: Window | None = None
+        """That is open."""
+        self.closed = 0
+        """Windows that went to their end."""
+        self._schedule, self._max_windows, self._tell = schedule, max_windows, tell
+        self._windows = schedule.windows(begin)
+        self._next = next(self._windows, None)
+        self._opened = 0
+        self._taken_to = begin  # the end of the latest window
+
+    def turn(self, step: int) -> Window | None:
+        """Closes the window that ends before ``step``, and gives the one that opens; once a step is enough."""
+        if self.window is not None and step >= self.window.last:
+            self.window = None
+            self.closed += 1
+        while self.window is None and self._next is not None and step >= self._next.prepare:
+            window, self._next = self._next, next(self._windows, None)
+            if window.first < self._taken_to:
+                steps = f"steps {window.first} to {window.last - 1}"
+                self._tell(f"the trace of {steps} by schedule is left out: one that was asked for lies over it")
+            elif step < window.last and self._open(window):
+                return window
+        return None
+
+    def ask(self, step: int) -> Window | None:
+        """The window of a request that all ranks hear of before ``step``; None, with a line, where there is none."""
+        if self.window is not None:
+            self._tell("a trace was asked for, and one is being taken already; ask again after it")
+            return None
+        window = self._schedule.requested(step)
+        return window if self._open(window) else None
+
+    def _open(self, window: Window) -> bool:
+        if self._opened >= self._max_windows:
+            self._next = None
+            self._tell(f"no more traces: this run has taken {self._opened} windows (trace_capture.max_windows)")
+            return False
+        self._opened += 1
+        self.window, self._taken_to = window, window.last
+        return True
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The ranks that record.
@@ -135,6 +188,16 @@ def check_count(name: str, value: object, least: int) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"trace_capture.{name} must be a whole number of at least {least}; got {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuses what is neither true nor false.
+
+    Raises:
+        UserError: names the option.
+    """
+    if not isinstance(value, bool):
+        raise UserError(f"trace_capture.{name} must be true or false; got {value!r}")
 
 
 def _is_count(value: object) -> bool:

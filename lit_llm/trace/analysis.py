@@ -172,6 +172,8 @@ def _health(notes: list[str], kept: Sequence[RankSummary]) -> list[Health]:
             )
         if not len(one.marks):
             lines.append(Health(one.rank, "has no step marks (ProfilerStep#), so nothing is told by step"))
+        if one.meta.get("last_step_is_partial"):
+            lines.append(Health(one.rank, "ends in the middle of a step, which is left out of the steps"))
         if one.marks.repeated:
             lines.append(Health(one.rank, "has step marks of equal numbers, as of epochs; they are counted from 0"))
         if one.device == "gpu" and not one.launches:

@@ -72,6 +72,8 @@ def find_marks(trace: RankTrace) -> Marks:
     numbers = np.array([steps[int(events.name[place])] for place in places], dtype=np.int64)
     windows = np.stack([events.start[places], events.end[places]], axis=1) if len(places) else EMPTY
     numbers, windows = _merged(numbers, windows)
+    if trace.meta.get("last_step_is_partial") and len(numbers) > 1:  # the run ended in it
+        numbers, windows = numbers[:-1], windows[:-1]
     repeated = len(np.unique(numbers)) < len(numbers)
     if repeated:  # as of two epochs that count anew
         numbers = np.arange(len(numbers), dtype=np.int64)

@@ -33,6 +33,7 @@ class Beat:
     host: str = ""
     pid: int = 0
     machine: str = ""
+    silence: float = 0.0  # seconds that it may be silent for, as it has said
     heard: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -42,7 +43,8 @@ class Beat:
 
     def encode(self) -> str:
         """For the store."""
-        return json.dumps([self.count, self.step, self.state, self.text, self.knows, self.host, self.pid, self.machine])
+        said = [self.step, self.state, self.text, self.knows, self.host, self.pid, self.machine, self.silence]
+        return json.dumps([self.count, *said])
 
     def hear(self, value: bytes) -> None:
         """Takes in what the store holds; time counts from a change, so that no clocks are compared."""
@@ -51,7 +53,7 @@ class Beat:
         count, *said = json.loads(value)
         if count != self.count:
             self.count = count
-            self.step, self.state, self.text, self.knows, self.host, self.pid, self.machine = said
+            self.step, self.state, self.text, self.knows, self.host, self.pid, self.machine, self.silence = said
             self.heard = time.monotonic()
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from lit_llm.training.guard import Guard, GuardConfig
 from lit_llm.training.host import HostRead
 from lit_llm.training.incidents import Incident, Incidents, loss_scaler
 from lit_llm.training.lightning_loop import free_gradients, mend, restore
-from lit_llm.training.peers import PeerWatch
+from lit_llm.training.peers import QUIET_S, PeerWatch
 from lit_llm.training.signals import SignalFlag
 from lit_llm.training.streams import begin_stream
 from lit_llm.training.window import StepWindow
@@ -60,6 +62,7 @@ class StepBoundary(Callback):
         self._read = HostRead()
         self._trainer: Any = None
         self._hooks: list[Any] = []
+        self._froze = False
         self._begin(0)
 
     def _begin(self, step: int) -> None:
@@ -102,6 +105,9 @@ class StepBoundary(Callback):
             hook.remove()
         if trainer.lightning_module is not None:
             drop_gradients(trainer.lightning_module)
+        if self._froze:
+            gc.unfreeze()
+        self._froze = False
         self._hooks, self._trainer = [], None
         self.listeners.clear()
         restore(trainer)
@@ -115,9 +121,17 @@ class StepBoundary(Callback):
         self._peers.start(lambda: trainer.global_step, lambda: getattr(trainer.strategy.launcher, "procs", None) or [])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins with nothing open."""
+        """Begins with nothing open, and keeps the garbage collector from what is there already.
+
+        A full collection looks at all that torch, Lightning and others have loaded: a quarter of a second now and then,
+        on each rank at a step of its own, for which all others wait.
+        """
         self._begin(trainer.global_step)
         drop_gradients(pl_module)
+        if gc.isenabled() and not gc.get_freeze_count():
+            gc.collect()
+            gc.freeze()
+            self._froze = True
         if pl_module.automatic_optimization:
             self._hooks += [optimizer.register_step_post_hook(free_gradients) for optimizer in trainer.optimizers]
 
@@ -266,6 +280,15 @@ class StepBoundary(Callback):
             if any(mark.wish for mark in marks) and not last:
                 for listener in self.listeners:
                     listener(step)
+
+
+def quiet(trainer: Any, seconds: float = QUIET_S) -> AbstractContextManager[None]:
+    """Around what holds this process's interpreter for long: the other ranks don't take it for dead meanwhile.
+
+    Of :meth:`lit_llm.training.peers.PeerWatch.quiet`; does nothing where no boundary watches the ranks.
+    """
+    boundary = next((one for one in trainer.callbacks if isinstance(one, StepBoundary)), None)
+    return nullcontext() if boundary is None else boundary._peers.quiet(seconds)
 
 
 class StepEnd(Callback):

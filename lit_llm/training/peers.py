@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from lit_llm.training.beats import FAILED, LEFT, LOST, RUNS, Beat, beats_store, 
 
 WAY_OUT = "the same command with --ckpt_path last goes on from the last checkpoint"
 AGAIN = "start the command again"
+QUIET_S = 600.0
+"""How long a rank may hold the interpreter that has said so; see :meth:`PeerWatch.quiet`."""
 _FAST_S = 0.1  # the period while an end is being told
 _ACK_S = 3.0  # for the others to read it before the store ends with rank 0
 _PATIENCE_S = 1.5  # how long the other ranks of a machine let the first one speak
@@ -41,7 +43,8 @@ class PeerWatch:
 
     A rank that is silent for ``timeout`` is gone, whether it is dead, paused or cut off. The main thread may hang in a
     collective then; the judge says the line on stderr and ends the process with exit code 1. Where the collective
-    fails at once (gloo), call :meth:`explain` with the error. A slow rank is not dead: its beat goes on.
+    fails at once (gloo), call :meth:`explain` with the error. A slow rank is not dead: its beat goes on. What holds the
+    interpreter for long, so that no thread of it can beat, goes into :meth:`quiet`.
 
     Does nothing for one rank, without a process group, or with a store that is no TCP server.
 
@@ -92,6 +95,25 @@ class PeerWatch:
         if line is not None and error.__cause__ is None:
             error.__cause__ = RunStopped(line)
 
+    @contextmanager
+    def quiet(self, seconds: float = QUIET_S) -> Iterator[None]:
+        """Around what keeps all threads of this process from running, such as the profiler's writing.
+
+        The others are told before, and wait ``seconds`` instead of the timeout if that is longer. A rank that dies
+        meanwhile is still found after the timeout by rank 0 where both are on one machine, at once by all where rank 0
+        dies (the store goes with it), else after ``seconds``.
+        """
+        run = self._run
+        if run is None:
+            yield
+            return
+        before = run.mine.silence
+        run.announce(max(before, seconds))
+        try:
+            yield
+        finally:
+            run.announce(before)
+
     def stop(self) -> None:
         """Ends the watch; the others are told that this rank is done. Can be called twice."""
         run, self._run = self._run, None
@@ -124,6 +146,7 @@ class _Run:
         self.alarm_at: float | None = None  # a collective has failed, here or elsewhere
         self.dead_at: dict[int, int] = {}  # rounds when a rank's process was first seen dead
         self.leaving = False  # the main thread is on its way out
+        self.told = 0.0  # the silence that the others know of
         self._begun = False
         self._wake, self._ended = threading.Event(), threading.Event()
         quiet_lightnings_observer(list(processes()))
@@ -157,7 +180,9 @@ class _Run:
     def _round(self) -> None:
         self.mine.count += 1
         self.mine.step = self._step()
+        silence = self.mine.silence  # before what is sent: it may change meanwhile
         self.store.set(f"beat/{self.rank}", self.mine.encode())
+        self.told = silence
         if self.rank == 0:
             if not self._begun:
                 for key in ("verdict", *(f"beat/{one.rank}" for one in self.others)):
@@ -194,6 +219,13 @@ class _Run:
             self._wake.set()
             time.sleep(0.02)
 
+    def announce(self, silence: float) -> None:
+        """Tells the others how long this rank may be silent; it waits until they can know of a silence."""
+        self.mine.silence = silence
+        self._wake.set()
+        if silence and not self.leaving:
+            self._settle(_ACK_S, lambda: self.told == silence)
+
     def _say(self) -> None:
         """Makes sure that the others have heard this rank; rank 0 waits for them, as the store goes with it."""
         rounds = self.rounds
@@ -222,7 +254,8 @@ class _Run:
         before = time.monotonic()
         while not self._ended.wait(_FAST_S if self._hurried else self.period / 2):
             now = time.monotonic()
-            if now - before > max(self.timeout / 4, 2 * self.period):  # it was this process that was paused
+            # It was this process that was paused, or it says itself that it may be.
+            if now - before > max(self.timeout / 4, 2 * self.period) or self.mine.silence:
                 self.answered_at = now
                 for one in self.others:
                     one.heard = now
@@ -257,13 +290,15 @@ class _Run:
             return True
         if not one.active:  # not heard yet: a rank may begin late
             return False
-        if self.alarm_at is None:
-            return now - one.heard > patience
         if one.state == FAILED:
             return True
-        if one.machine == self.mine.machine and not is_alive(one.pid):  # it may have said more before
+        unheard = now - one.heard > patience
+        if self.alarm_at is None and not unheard:
+            return False
+        dead = one.machine == self.mine.machine and not is_alive(one.pid)
+        if dead and self.alarm_at is not None:  # it may have said more before
             return self.rounds >= self.dead_at.setdefault(one.rank, self.rounds) + 2
-        return now - one.heard > patience
+        return unheard and (dead or now - one.heard > one.silence)
 
     def _line_of_the_gone(self, gone: list[Beat]) -> str:
         failed = [one for one in gone if one.state == FAILED]
@@ -280,8 +315,13 @@ class _Run:
         everyone = [self.mine, *(one for one in self.others if one.active)]
         if left := [one for one in self.others if one.state == LEFT]:
             return f"{_names(left)} left at step {left[0].step}, before the others ({left[0].text}); {self.way_out}"
+        if mute := [one for one in self.others if one.silence and time.monotonic() - one.heard > 5 * self.period]:
+            what = "has said nothing since it began to write" if len(mute) == 1 else "have said nothing since writing"
+            return (
+                f"{_names(mute)} {what} at step {mute[0].step}, and a connection broke ({self._why()}); {self.way_out}"
+            )
         late = [one for one in everyone if one.step < max(other.step for other in everyone)]
-        why = next((one.text for one in everyone if one.state == LOST), "")
+        why = self._why()
         if not late:  # within a step: those who have not met the error never came to the exchange
             late = [one for one in everyone if one.state == RUNS]
         if late and _TIMED_OUT.search(why):
@@ -289,6 +329,9 @@ class _Run:
             where = f"at step {late[0].step}, where the others waited in vain at step {max(e.step for e in everyone)}"
             return f"{_names(late)} {verb} behind, {where} ({why}); {self.way_out}"
         return f"the ranks lost one another at step {self.mine.step}, though all of them live ({why}); {self.way_out}"
+
+    def _why(self) -> str:
+        return next((one.text for one in (self.mine, *self.others) if one.state == LOST), "")
 
     # Ending
 
