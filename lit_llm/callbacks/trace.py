@@ -36,8 +36,9 @@ class TraceCapture(Callback):
     ``trainer.global_step`` as it begins; ``data_fetch``, ``batch_to_device``, ``forward``, ``backward``, ``optimizer``
     and ``checkpoint`` lie in it, and ``validation`` between two of them, without its content.
 
-    A run that goes on is asked for a window by ``touch <default_root_dir>/traces/capture`` or by SIGUSR2 to any of its
-    processes. With a LitLLM the ranks agree on the step within the reduction that each step has anyway.
+    A run that goes on is asked for a window by ``touch <default_root_dir>/traces/capture`` or by SIGUSR2 to a rank's
+    main process (not to its process group or torchrun: launchers and spawned data workers end by it). With a LitLLM the
+    ranks agree on the step within the reduction that each step has anyway.
 
     A run that ends in the middle of a window, by an exception or a signal as well, writes what was recorded. Writing
     itself never ends a run: what goes wrong there is a warning.

@@ -50,6 +50,9 @@ class Reading(threading.Thread):
         """Waits and reads."""
         try:
             self._own.join()
+            if self._own.packed.parent != self.folder:
+                self.problem = "another run writes here too"
+                return
             if self._before is not None:
                 self._before.join()
                 self._before = None
