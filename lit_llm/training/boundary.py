@@ -121,14 +121,14 @@ class StepBoundary(Callback):
         self._peers.start(lambda: trainer.global_step, lambda: getattr(trainer.strategy.launcher, "procs", None) or [])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins with nothing open, and keeps the garbage collector from what is there already.
+        """Begins with nothing open, and on several ranks keeps the garbage collector from what is there already.
 
         A full collection looks at all that torch, Lightning and others have loaded: a quarter of a second now and then,
         on each rank at a step of its own, for which all others wait.
         """
         self._begin(trainer.global_step)
         drop_gradients(pl_module)
-        if gc.isenabled() and not gc.get_freeze_count():
+        if trainer.world_size > 1 and gc.isenabled() and not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
             self._froze = True
