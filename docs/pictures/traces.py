@@ -33,7 +33,7 @@ def main() -> None:
         traces, file = Path("runs/eight/traces/step-000100"), Path("page.html")
         faults = {"slow_loader": {5: 90.0}, "unhidden_layer": [2]}
         write_set(traces, layers=6, steps=4, lead=0.2, transfer=0.5, ranks_per_host=4, **faults)
-        file.write_text(page(analyze("runs/eight")), encoding="utf-8")
+        file.write_text(page(analyze("runs/eight", timeline=True)), encoding="utf-8")
         with browser(Path(name)) as shown:
             shown.look(WIDTH, dark=False)
             shown.open(file)
