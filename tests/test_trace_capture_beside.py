@@ -352,6 +352,7 @@ except ValueError:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_with_a_window_open_writes_it(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", LEFT_OVER, str(tmp_path)], env=environment, cwd=ROOT, text=True,
