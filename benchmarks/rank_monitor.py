@@ -18,29 +18,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from benchmarks.common import save, table
+from benchmarks.steps import StepSeconds
 
 _HOOKS = (
     "on_train_batch_start", "on_before_backward", "on_train_batch_end", "on_validation_start", "on_validation_end",
     "on_train_end",
 )  # fmt: skip
-
-
-class _Steps(Callback):
-    """Seconds of each step but the first few."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._before = 0.0
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now = time.perf_counter()
-        if trainer.global_step > 3:
-            self.seconds.append(now - self._before)
-        self._before = now
 
 
 def _own_time(monitor: Any) -> list[float]:
@@ -68,7 +54,7 @@ def _train(folder: str, steps: int, every: int, monitored: bool) -> tuple[list[f
     lit = LitLLM(config={**shape, "num_key_value_heads": 6}, vocab_size=512, seq_len=128)
     ids = torch.randint(512, (4, 129), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": ids[:, :-1], "labels": ids[:, 1:].contiguous()}] * steps
-    watch, monitor = _Steps(), RankMonitor(every)
+    watch, monitor = StepSeconds(3), RankMonitor(every)
     own = _own_time(monitor)
     trainer = L.Trainer(
         default_root_dir=folder, accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, logger=False,

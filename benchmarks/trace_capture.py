@@ -12,33 +12,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from benchmarks.common import save, table
+from benchmarks.steps import StepSeconds
 
 WAYS = ("without", "outside", "inside")
 _FIRST = 6  # steps that warm up
-
-
-class _Steps(Callback):
-    """Seconds of each step but the first few, from the end of the one before."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._before = 0.0
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now = time.perf_counter()
-        if trainer.global_step > _FIRST:
-            self.seconds.append(now - self._before)
-        self._before = now
 
 
 def train(way: str, steps: int, hidden_size: int, folder: str) -> dict[str, Any]:
@@ -50,7 +35,7 @@ def train(way: str, steps: int, hidden_size: int, folder: str) -> dict[str, Any]
     lit = LitLLM(config={**shape, "intermediate_size": 4 * hidden_size}, vocab_size=512, seq_len=128)
     ids = torch.randint(512, (4, 129), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": ids[:, :-1], "labels": ids[:, 1:].contiguous()}] * (steps + 2)
-    watch, callbacks = _Steps(), []
+    watch, callbacks = StepSeconds(_FIRST), []
     if way != "without":
         start = _FIRST - 1 if way == "inside" else None
         callbacks = [TraceCapture(start=start, active=steps - _FIRST, analyze=False)]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lit_llm.trace import look, units
 from lit_llm.trace.results import Difference, KernelChange, RankChange, Verdict
-from lit_llm.trace.text import ms, percent
+from lit_llm.trace.text import ms
+from lit_llm.trace.units import percent
 
 WORDS = {
     "compute": "compute",

@@ -35,11 +35,8 @@ _COLLECTIVES = (
 
 _SYNC_CALL = re.compile(r"(?:Stream|Device|Event|Ctx|Context)Synchronize|^(?:cuda|hip)Memcpy$|hipMemcpyWithStream")
 _SYNC_OP = re.compile(r"^aten::(?:item|_local_scalar_dense|is_nonzero|nonzero|equal|masked_select|unique\w*)$")
-_LAUNCH = re.compile(r"Launch|Memcpy|Memset", re.IGNORECASE)
-_ALLOCATION = re.compile(r"(?:cuda|hip)\w*(?:Malloc|Free|HostAlloc|MemCreate|MemMap|MemUnmap)", re.IGNORECASE)
 
 DATA = re.compile(r"^enumerate\(DataLoader\)|^data_fetch$|^\[_TrainingEpochLoop\]\.train_dataloader_next$")
-LOADER = re.compile(r"^enumerate\(DataLoader\)")
 OPTIMIZER = re.compile(r"^Optimizer\.step#|^optimizer$")
 FORWARD_BACKWARD = re.compile(r"^(?:forward|backward)$")
 STEP = re.compile(r"^ProfilerStep\s*#\s*(\d+)$")
@@ -78,13 +75,3 @@ def is_sync_call(runtime: str) -> bool:
 def is_sync_op(op: str) -> bool:
     """Whether an op reads a value of the device."""
     return bool(_SYNC_OP.match(op))
-
-
-def is_launch(runtime: str) -> bool:
-    """Whether a runtime call puts work on a device."""
-    return bool(_LAUNCH.search(runtime))
-
-
-def is_allocation(runtime: str) -> bool:
-    """Whether a runtime call takes or gives back memory, which may wait for the device."""
-    return bool(_ALLOCATION.search(runtime))

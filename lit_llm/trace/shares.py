@@ -9,7 +9,8 @@ import numpy as np
 from lit_llm.trace.per_rank import RankSummary
 from lit_llm.trace.results import CollectiveKind, FsdpLayer, Severity, Split, Verdict
 from lit_llm.trace.straggler import step_length
-from lit_llm.trace.text import ms, percent
+from lit_llm.trace.text import ms
+from lit_llm.trace.units import percent
 
 EXPOSED = (0.15, 0.30)
 """Share of the time in which communication is exposed: warning, critical."""

@@ -1,4 +1,4 @@
-"""Figures and names as people read them."""
+"""Times and names as sentences have them: fewer digits than the tables of :mod:`lit_llm.trace.units`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ def ms(ns: float) -> str:
     if size >= 1e6:
         return f"{ns / 1e6:.1f} ms" if size < 1e7 else f"{ns / 1e6:.0f} ms"
     return f"{ns / 1e3:.0f} us"
-
-
-def percent(share: float) -> str:
-    """``3.2%``, ``41%``."""
-    return f"{100 * share:.1f}%" if abs(share) < 0.1 else f"{100 * share:.0f}%"
 
 
 def ranks_text(numbers: Sequence[int]) -> str:

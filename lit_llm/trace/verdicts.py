@@ -12,7 +12,8 @@ from lit_llm.trace.per_rank import RankSummary
 from lit_llm.trace.results import CollectiveKind, FsdpLayer, Split, Verdict
 from lit_llm.trace.stalls import find_stalls
 from lit_llm.trace.straggler import Finding, comparable, slowdown, step_length, threshold
-from lit_llm.trace.text import hosts_of, ms, percent, ranks_text
+from lit_llm.trace.text import hosts_of, ms, ranks_text
+from lit_llm.trace.units import percent
 
 _REASON = {
     "data_loading": ("waits for its data", "wait for their data"),
